@@ -1,0 +1,165 @@
+"""Stock ↔ fused weights: q+k+v and w1+w3 each become one matrix; everything else keeps its name.
+
+Three doors lead from stock weights to ours, and one back:
+- checkpoints: `weight_conversions()`, which `from_pretrained` applies and `save_pretrained` reverses;
+- state dicts: `fuse_stock_names` lets `load_state_dict` take the stock names;
+- live models: `adopt()` takes over a stock instance's parameters without a second copy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
+
+if TYPE_CHECKING:
+    from .modeling import Lfm2CbForCausalLM
+
+#: fused parameter → the stock parameters it stacks along dim 0
+FUSED = {
+    "self_attn.qkv_proj.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
+    "feed_forward.w13.weight": ["feed_forward.w1.weight", "feed_forward.w3.weight"],
+}
+
+
+class FusedLinear(nn.Linear):
+    """Several bias-free linears of one input, stacked: `parts` names each with its output width."""
+
+    def __init__(self, in_features: int, parts: dict[str, int]) -> None:
+        super().__init__(in_features, sum(parts.values()), bias=False)
+        self.parts = parts
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, parts={self.parts}"
+
+
+def fuse_stock_names(owner: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Stack `...q_proj.weight` and its fellows into `...qkv_proj.weight` before a state dict is loaded.
+
+    A load-state-dict pre-hook of the module that *owns* the `FusedLinear`: a child never sees its siblings' keys.
+    """
+    for child_name, child in owner.named_children():
+        if isinstance(child, FusedLinear):
+            names = [f"{prefix}{part}.weight" for part in child.parts]
+            if all(name in state_dict for name in names):
+                state_dict[f"{prefix}{child_name}.weight"] = torch.cat([state_dict.pop(name) for name in names])
+
+
+class StackParts(Concatenate):
+    """Stack stock matrices along dim 0; reverses to `SplitParts`, as the parts need not be equally tall."""
+
+    def __init__(self, dim: int = 0) -> None:
+        super().__init__(dim)
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return SplitParts()
+
+
+class SplitParts(ConversionOps):
+    """Undo `StackParts`, reading the heights from the `FusedLinear` that holds the matrix."""
+
+    @torch.no_grad
+    def convert(  # type: ignore[override]
+        self,
+        input_dict: dict[str, Any],
+        source_patterns: list[str],
+        target_patterns: list[str],
+        full_layer_name: str,
+        model: PreTrainedModel,
+        **_: Any,
+    ) -> dict[str, torch.Tensor]:
+        ((_, tensors),) = input_dict.items()
+        fused = tensors[0] if isinstance(tensors, list) else tensors
+        stem, part = target_patterns[0].removesuffix(".weight").rpartition(".")[::2]
+        holder = next(
+            module
+            for name, module in model.named_modules()
+            if isinstance(module, FusedLinear) and part in module.parts and name.rpartition(".")[0].endswith(stem)
+        )
+        return {
+            target: piece.contiguous()
+            for target, piece in zip(target_patterns, fused.split(list(holder.parts.values())), strict=True)
+        }
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return StackParts()
+
+
+def weight_conversions() -> list[WeightConverter]:
+    """The conversions that `from_pretrained` applies and `save_pretrained` reverses; a fresh list a call."""
+    return [WeightConverter(parts, fused, [StackParts()]) for fused, parts in FUSED.items()]
+
+
+def adopt(stock: PreTrainedModel, model_class: type[Lfm2CbForCausalLM]) -> Lfm2CbForCausalLM:
+    """One of our models over a live stock model's parameters; no second copy of them stays in memory.
+
+    Unfused parameters are shared as they are. Fused ones are stacked layer by layer, and the stock parameters become
+    views into the stack, so the stock model stays usable and in-place updates of either are seen by both.
+
+    Args:
+        stock: a `transformers.Lfm2ForCausalLM` whose projections are plain `nn.Linear`.
+    Raises:
+        TypeError: a projection is not a plain `nn.Linear` (a quantised or adapter-wrapped model).
+        ValueError: a parameter is on the meta device (offloaded by accelerate).
+    """
+    _check_adoptable(stock)
+    config = model_class.config_class(**{k: v for k, v in stock.config.to_dict().items() if k != "model_type"})
+    config._attn_implementation = stock.config._attn_implementation
+    with torch.device("meta"):
+        model = model_class(config)
+    source = dict(stock.named_parameters(remove_duplicate=False))
+    for name, module in model.named_modules():
+        for leaf in list(module._parameters):
+            full_name = f"{name}.{leaf}"
+            if isinstance(module, FusedLinear):
+                parent = name.rpartition(".")[0]
+                module.weight = _stack_in_place([source[f"{parent}.{part}.weight"] for part in module.parts])
+            elif module._parameters[leaf] is not None:
+                module._parameters[leaf] = source[full_name]
+    rotary = model.model.rotary_emb
+    for name, buffer in stock.model.rotary_emb.named_buffers():
+        setattr(rotary, name, buffer)
+    model.generation_config = stock.generation_config
+    model.train(stock.training)
+    return model
+
+
+def still_adopted(stock: PreTrainedModel, model: Lfm2CbForCausalLM) -> bool:
+    """Whether `stock`'s parameters still live where `model`'s do (`.to()` and friends move them away)."""
+    source = dict(stock.named_parameters(remove_duplicate=False))
+    for name, module in model.named_modules():
+        if isinstance(module, FusedLinear):
+            first = source[f"{name.rpartition('.')[0]}.{next(iter(module.parts))}.weight"]
+            if first.data_ptr() != module.weight.data_ptr():
+                return False
+        elif any(source[f"{name}.{leaf}"] is not p for leaf, p in module._parameters.items() if p is not None):
+            return False
+    return True
+
+
+def _stack_in_place(parts: list[nn.Parameter]) -> nn.Parameter:
+    """Stack parameters and turn each into a view of the stack."""
+    with torch.no_grad():
+        stacked = torch.cat([part.data for part in parts])
+        for part, view in zip(parts, stacked.split([part.shape[0] for part in parts]), strict=True):
+            part.data = view
+    return nn.Parameter(stacked, requires_grad=parts[0].requires_grad)
+
+
+def _check_adoptable(stock: PreTrainedModel) -> None:
+    for name, module in stock.named_modules():
+        leaf = name.rpartition(".")[2]
+        if leaf.endswith("_proj") or leaf in ("w1", "w2", "w3"):
+            if type(module) is not nn.Linear:
+                raise TypeError(
+                    f"{name} is a {type(module).__name__}, not a plain nn.Linear: merge adapters and load without "
+                    "quantisation before handing the model to lfm2_cb"
+                )
+    for name, parameter in stock.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(f"{name} is offloaded (meta device); load the model whole to use lfm2_cb")

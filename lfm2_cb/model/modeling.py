@@ -1,0 +1,336 @@
+"""LFM2 from scratch: gated short convolutions and a few grouped-query attention layers.
+
+Every layer is pointwise over tokens but for its operator, and the operators ask the *sequence state* they were handed
+(`state.attend`, `state.convolve`) to mix tokens. So one set of layers serves the engine's packed batch (a
+`RaggedBatch`, hidden states `[tokens, hidden]`), stock `generate()` and training (a `PaddedState`, hidden states
+`[batch, length, hidden]`).
+
+Source of the arithmetic: LFM2 technical report (arXiv 2511.23404) and transformers' `models/lfm2/modeling_lfm2.py`,
+which this equals to rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.integrations.accelerate import force_accelerate_hooks
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
+from transformers.modeling_utils import slice_logits_to_keep
+from transformers.utils import can_return_tuple, logging
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration import Lfm2CbConfig, ffn_width, head_dim
+from .conversion import FusedLinear, fuse_stock_names
+from .padded_state import PaddedState
+
+logger = logging.get_logger("transformers.lfm2_cb")
+
+
+class SequenceState(Protocol):
+    """What a layer asks of the batch it runs on. Shapes: `...` is `[tokens]` or `[batch, length]`."""
+
+    def attend(
+        self, layer: Lfm2CbAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Causal attention within each sequence, remembering k and v.
+
+        Args: q `[..., heads, head_dim]`; k, v `[..., kv_heads, head_dim]`, all after norm and RoPE.
+        Returns: `[..., heads * head_dim]`, and the weights where the backend makes them.
+        """
+
+    def convolve(self, layer: Lfm2CbShortConv, x: torch.Tensor) -> torch.Tensor:
+        """Causal depthwise convolution within each sequence, remembering the last `conv_L_cache - 1` inputs.
+
+        Args: x `[..., hidden]`. Returns: the same shape.
+        """
+
+    def mask_padding(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Zero the rows that are padding, where there are any, so that none reaches the convolution's window."""
+
+
+class Lfm2CbRMSNorm(nn.Module):
+    """Root-mean-square norm in fp32, scaled in the input's dtype (as stock: the order matters in bf16)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x32 = x.float()
+        return self.weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+
+
+class Lfm2CbRotaryEmbedding(nn.Module):
+    """cos and sin of rotary position embeddings, computed in fp32 for any shape of positions."""
+
+    inv_freq: torch.Tensor
+    original_inv_freq: torch.Tensor
+
+    def __init__(self, config: Lfm2CbConfig) -> None:
+        super().__init__()
+        self.config = config
+        # The next four names are the ones that `dynamic_rope_update` and `_init_weights` work on.
+        self.max_seq_len_cached = config.max_position_embeddings
+        self.original_max_seq_len = config.max_position_embeddings
+        self.rope_type = config.rope_parameters["rope_type"]
+        init = self.compute_default_rope_parameters
+        if self.rope_type != "default":
+            init = ROPE_INIT_FUNCTIONS[self.rope_type]
+        inv_freq, self.attention_scaling = init(config)
+        self.register_buffer("inv_freq", inv_freq, persistent=False)
+        self.register_buffer("original_inv_freq", inv_freq.clone(), persistent=False)
+
+    @staticmethod
+    def compute_default_rope_parameters(config: Lfm2CbConfig, **_: Any) -> tuple[torch.Tensor, float]:
+        """Inverse frequencies `[head_dim / 2]` of plain RoPE, and the scale of cos and sin."""
+        dim = head_dim(config)
+        exponent = torch.arange(0, dim, 2, dtype=torch.float) / dim
+        return 1.0 / config.rope_parameters["rope_theta"] ** exponent, 1.0
+
+    @torch.no_grad()
+    @dynamic_rope_update
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin `[..., 1, head_dim]` in x's dtype, for position_ids `[...]`; the 1 broadcasts over heads."""
+        freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
+        angles = torch.cat((freqs, freqs), dim=-1).unsqueeze(-2)
+        return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply RoPE to x `[..., heads, head_dim]` (half-split layout, as Llama's)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class Lfm2CbMLP(nn.Module):
+    """SwiGLU, with the gate (w1) and the value (w3) in one matrix product."""
+
+    def __init__(self, config: Lfm2CbConfig) -> None:
+        super().__init__()
+        width = ffn_width(config)
+        self.w13 = FusedLinear(config.hidden_size, {"w1": width, "w3": width})
+        self.w2 = nn.Linear(width, config.hidden_size, bias=False)
+        self.register_load_state_dict_pre_hook(fuse_stock_names)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, value = self.w13(x).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * value)
+
+
+class Lfm2CbAttention(nn.Module):
+    """Grouped-query attention; q and k are RMS-normed per head before RoPE."""
+
+    def __init__(self, config: Lfm2CbConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = head_dim(config)
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        # The names below are read by transformers' attention functions.
+        self.num_key_value_groups = self.num_heads // self.num_kv_heads
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        self.split_sizes = [n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        self.qkv_proj = FusedLinear(
+            config.hidden_size, dict(zip(("q_proj", "k_proj", "v_proj"), self.split_sizes, strict=True))
+        )
+        self.out_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+        self.q_layernorm = Lfm2CbRMSNorm(self.head_dim, config.norm_eps)
+        self.k_layernorm = Lfm2CbRMSNorm(self.head_dim, config.norm_eps)
+        self.register_load_state_dict_pre_hook(fuse_stock_names)
+
+    def forward(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.split_sizes, dim=-1))
+        q, k = rotate(self.q_layernorm(q), *rope), rotate(self.k_layernorm(k), *rope)
+        mixed, weights = state.attend(self, q, k, v)
+        return self.out_proj(mixed), weights
+
+
+class Lfm2CbShortConv(nn.Module):
+    """Gated short convolution: `out_proj(C * conv(B * x))`."""
+
+    def __init__(self, config: Lfm2CbConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.kernel_size = config.conv_L_cache
+        hidden, bias = config.hidden_size, config.conv_bias
+        self.conv = nn.Conv1d(
+            hidden, hidden, self.kernel_size, groups=hidden, bias=bias, padding=self.kernel_size - 1
+        )
+        self.in_proj = nn.Linear(hidden, 3 * hidden, bias=bias)
+        self.out_proj = nn.Linear(hidden, hidden, bias=bias)
+
+    @force_accelerate_hooks("conv")
+    def forward(self, x: torch.Tensor, state: SequenceState) -> torch.Tensor:
+        b, c, x = self.in_proj(state.mask_padding(x)).chunk(3, dim=-1)
+        return self.out_proj(c * state.convolve(self, b * x))
+
+
+class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
+    """norm → operator → residual; norm → SwiGLU → residual."""
+
+    def __init__(self, config: Lfm2CbConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.is_attention_layer = config.layer_types[layer_idx] != "conv"
+        if self.is_attention_layer:
+            self.self_attn = Lfm2CbAttention(config, layer_idx)
+        else:
+            self.conv = Lfm2CbShortConv(config, layer_idx)
+        self.feed_forward = Lfm2CbMLP(config)
+        self.operator_norm = Lfm2CbRMSNorm(config.hidden_size, config.norm_eps)
+        self.ffn_norm = Lfm2CbRMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(
+        self, hidden_states: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
+    ) -> torch.Tensor:
+        normed = self.operator_norm(hidden_states)
+        if self.is_attention_layer:
+            mixed, _ = self.self_attn(normed, rope, state)
+        else:
+            mixed = self.conv(normed, state)
+        hidden_states = hidden_states + mixed
+        return hidden_states + self.feed_forward(self.ffn_norm(hidden_states))
+
+
+class Lfm2CbPreTrainedModel(PreTrainedModel):
+    config_class = Lfm2CbConfig
+    config: Lfm2CbConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["Lfm2CbDecoderLayer"]
+    _skip_keys_device_placement = ["past_key_values", "state"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": Lfm2CbDecoderLayer, "attentions": Lfm2CbAttention}
+
+
+class Lfm2CbModel(Lfm2CbPreTrainedModel):
+    """The LFM2 stack without its head."""
+
+    def __init__(self, config: Lfm2CbConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
+        self.layers = nn.ModuleList([Lfm2CbDecoderLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.rotary_emb = Lfm2CbRotaryEmbedding(config)
+        self.embedding_norm = Lfm2CbRMSNorm(config.hidden_size, config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        state: SequenceState | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Hidden states of every token.
+
+        Args:
+            input_ids: `[batch, length]` int64; with `state`, the packed `[tokens]`.
+            attention_mask: `[batch, seen + length]`, 1 for real tokens, padding on either side; or stock's 4D mask.
+            position_ids: of input_ids' shape; counted from the cache's length when absent.
+            past_key_values: a stock cache (`DynamicCache(config=...)` when absent and `use_cache`).
+            state: the engine's `RaggedBatch`, which then is the cache and the mask; `position_ids` must be given.
+        Returns:
+            `last_hidden_state` `[batch, length, hidden]` (packed: `[tokens, hidden]`) after the final norm.
+        Raises:
+            ValueError: neither or both of `input_ids` and `inputs_embeds`.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if state is None:
+            if self.gradient_checkpointing and self.training and (use_cache or past_key_values is not None):
+                # A replayed layer would write the cache a second time.
+                logger.warning_once("Caching is incompatible with gradient checkpointing. Setting `use_cache=False`.")
+                use_cache, past_key_values = False, None
+            if use_cache and past_key_values is None:
+                past_key_values = DynamicCache(config=self.config)
+            state = PaddedState(self.config, inputs_embeds, attention_mask, position_ids, past_key_values, kwargs)
+            position_ids = state.position_ids
+
+        hidden_states = inputs_embeds
+        rope = self.rotary_emb(hidden_states, position_ids=position_ids)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, rope, state)
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.embedding_norm(hidden_states), past_key_values=past_key_values
+        )
+
+
+class Lfm2CbForCausalLM(Lfm2CbPreTrainedModel, GenerationMixin):
+    """LFM2 with its (usually tied) language-modelling head. Loads stock LFM2 checkpoints; its saves load in stock."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: Lfm2CbConfig) -> None:
+        super().__init__(config)
+        self.model = Lfm2CbModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Logits, and the loss where `labels` are given. Arguments as in `Lfm2CbModel.forward`.
+
+        Args:
+            labels: `[batch, length]` int64; -100 is ignored. The shift by one happens inside.
+            logits_to_keep: as in transformers' `slice_logits_to_keep` (0: all positions).
+        Returns:
+            `logits` `[batch, kept, vocab_size]`, `loss`, `past_key_values`, and what `output_*` asks for.
+        """
+        outputs: BaseModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
