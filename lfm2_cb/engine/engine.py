@@ -1,0 +1,236 @@
+"""Engine: token ids in, token ids out, one step after another. Knows no tokenizer and no `generate()`."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from transformers.utils import logging
+
+from ..model.hybrid_cache import CachePlan
+from ..model.modeling import Lfm2CbForCausalLM
+from ..scheduling.cache_manager import CacheManager
+from ..scheduling.policies import make_policy
+from ..scheduling.request import FinishReason, Request
+from ..scheduling.scheduler import ScheduledRow, Scheduler
+from .runner import ModelRunner
+from .sampler import SamplingParams, history_tensor, sample
+
+logger = logging.get_logger("transformers.lfm2_cb")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Limits of the engine.
+
+    Args:
+        max_batch_tokens: tokens computed a step, prefill chunks and decodes together.
+        max_sequences: requests running at once.
+        cache_memory: bytes of the hybrid cache.
+        block_size: tokens a cache block.
+        prefix_caching: keep computed blocks and share them between requests.
+        policy: name of the scheduling policy.
+    """
+
+    max_batch_tokens: int = 2048
+    max_sequences: int = 256
+    cache_memory: int = 2 * 2**30
+    block_size: int = 64
+    prefix_caching: bool = True
+    policy: str = "fcfs"
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch_tokens", "max_sequences", "cache_memory", "block_size"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step did for one request: tokens it gained (maybe none), and whether it has ended."""
+
+    request: Request
+    new_token_ids: list[int]
+    finished: bool
+
+
+class Engine:
+    """Runs requests to their end. One thread at a time may call `step`; `add` and `cancel` may come from any thread.
+
+    A request that fails alone (a processor raises, its logits are NaN) ends with `FinishReason.ERROR` and its
+    `error`; the others go on. A step that fails as a whole (the forward raises) ends all that were running so, and
+    the engine serves the next.
+    """
+
+    def __init__(self, model: Lfm2CbForCausalLM, config: EngineConfig) -> None:
+        self.config = config
+        self.plan = CachePlan.from_budget(
+            model.config,
+            config.cache_memory,
+            block_size=config.block_size,
+            num_slots=min(config.max_sequences, config.max_batch_tokens),
+            dtype=model.dtype,
+            checkpoints=config.prefix_caching,
+        )
+        cache_manager = CacheManager(self.plan.num_blocks, config.block_size, self.plan.num_slots, config.prefix_caching)
+        policy = make_policy(config.policy)
+        self.scheduler = Scheduler(cache_manager, policy, config.max_batch_tokens, config.max_sequences)
+        self.runner = ModelRunner(model, self.plan)
+        self._inbox: deque[Request] = deque()
+        self._cancelled: deque[Request] = deque()
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._inbox or self._cancelled or self.scheduler.has_unfinished)
+
+    def check_fits(self, request: Request) -> None:
+        """Raises: RequestTooLarge."""
+        self.scheduler.check_fits(request)
+
+    def add(self, request: Request) -> None:
+        """Queue a request (whose `params` are `SamplingParams`) with its forks.
+
+        Raises: RequestTooLarge: it could never run, with the numbers.
+        """
+        self.check_fits(request)
+        now = time.perf_counter()
+        for r in (request, *request.forks):
+            r.metrics.arrival_time = now
+        self._inbox.append(request)
+
+    def cancel(self, request: Request) -> None:
+        """End a request at the start of the next step, which reports it as finished."""
+        self._cancelled.append(request)
+
+    def step(self) -> list[StepOutput]:
+        """Run one step and report every request that gained tokens or ended."""
+        outputs = self._take_in()
+        rows = self.scheduler.schedule()
+        if not rows:
+            self.runner.release()
+            return outputs
+        try:
+            logits = self.runner.run(rows)
+        except Exception as error:
+            return outputs + self._fail_all([row.request for row in rows], error)
+        return outputs + self._advance(rows, logits)
+
+    def _take_in(self) -> list[StepOutput]:
+        while self._inbox:
+            self.scheduler.add(self._inbox.popleft())
+        outputs = []
+        while self._cancelled:
+            request = self._cancelled.popleft()
+            if not request.is_finished:
+                outputs.append(self._finish(request, [], FinishReason.CANCELLED))
+        return outputs
+
+    def _advance(self, rows: list[ScheduledRow], logits: torch.Tensor) -> list[StepOutput]:
+        """Choose tokens for the rows that are complete, and record what all of them computed."""
+        choices = self._choose([row for row in rows if row.samples], logits)
+        num_accepted: dict[int, int] = {}
+        forked: list[tuple[Choice, torch.Tensor]] = []
+        for i, row in enumerate(rows):
+            choice = choices.get(row.request.request_id)
+            self.scheduler.on_computed(row, choice.token_ids if choice else [])
+            if row.num_drafts and choice:
+                num_accepted[i] = len(choice.token_ids) - 1
+            if choice and row.request.forks:
+                for child, fork in self.scheduler.fork(row.request):
+                    self.runner.copy(fork)
+                    forked.append((Choice(child), logits[choice.logits_row]))
+        if num_accepted:
+            self.runner.settle(num_accepted)
+        if forked:
+            self._choose_one([choice for choice, _ in forked], torch.stack([row for _, row in forked]))
+            for choice, _ in forked:
+                choice.request.token_ids.extend(choice.token_ids)
+        return [self._report(choice) for choice in (*choices.values(), *(choice for choice, _ in forked))]
+
+    def _choose(self, rows: list[ScheduledRow], logits: torch.Tensor) -> dict[int, Choice]:
+        """New tokens by request id. A draft is accepted while it is what would have been chosen anyway.
+
+        That is rejection sampling for a draft that is certain of itself: each token is drawn from the true
+        distribution, with the same random number as without drafts, so drafting changes no token.
+        """
+        choices: list[Choice] = []
+        for row in rows:
+            last = choices[-1] if choices else None
+            start = last.logits_row + 1 + len(last.draft_token_ids) if last else 0
+            choices.append(Choice(row.request, start, row.request.draft_token_ids[: row.num_drafts]))
+        active, depth = choices, 0
+        while active:
+            whole = len(active) == logits.shape[0]
+            self._choose_one(active, logits if whole else logits[[choice.logits_row + depth for choice in active]])
+            active = [
+                choice
+                for choice in active
+                if choice.reason is None and choice.draft_token_ids[depth : depth + 1] == choice.token_ids[depth:]
+            ]
+            depth += 1
+        return {choice.request.request_id: choice for choice in choices}
+
+    def _choose_one(self, choices: list[Choice], logits: torch.Tensor) -> None:
+        """Add one token to each choice from its row of `logits`, and note whether that ends its request."""
+        histories = [choice.request.token_ids + choice.token_ids for choice in choices]
+        tokens = sample(logits, [choice.request.params for choice in choices], histories)
+        for choice, history, token in zip(choices, histories, tokens, strict=True):
+            if isinstance(token, Exception):
+                choice.reason, choice.error = FinishReason.ERROR, token
+                continue
+            choice.token_ids.append(token)
+            history.append(token)
+            try:
+                choice.reason = end_reason(choice.request, history)
+            except Exception as error:  # a user's stopping criterion
+                choice.reason, choice.error = FinishReason.ERROR, error
+
+    def _report(self, choice: Choice) -> StepOutput:
+        request = choice.request
+        if choice.token_ids and request.metrics.first_token_time is None:
+            request.metrics.first_token_time = time.perf_counter()
+        if choice.reason is not None:
+            request.error = choice.error
+            return self._finish(request, choice.token_ids, choice.reason)
+        return StepOutput(request, choice.token_ids, False)
+
+    def _finish(self, request: Request, new_token_ids: list[int], reason: FinishReason) -> StepOutput:
+        self.scheduler.finish(request, reason)
+        return StepOutput(request, new_token_ids, True)
+
+    def _fail_all(self, requests: list[Request], error: Exception) -> list[StepOutput]:
+        logger.error("lfm2_cb: a step failed, ending its %d requests: %r", len(requests), error)
+        outputs = []
+        for request in requests:
+            request.error = error
+            outputs.append(self._finish(request, [], FinishReason.ERROR))
+        return outputs
+
+
+@dataclass(slots=True)
+class Choice:
+    """The tokens chosen for one request in one step."""
+
+    request: Request
+    logits_row: int = 0  # first of its rows in the step's logits
+    draft_token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    reason: FinishReason | None = None  # set once the request ends
+    error: Exception | None = None
+
+
+def end_reason(request: Request, token_ids: list[int]) -> FinishReason | None:
+    """Why the request ends with these tokens (prompt and output), or None if it goes on."""
+    params: SamplingParams = request.params
+    if token_ids[-1] in params.eos_token_ids:
+        return FinishReason.STOP
+    if params.stopping_criteria:
+        history = history_tensor(token_ids)
+        if any(bool(torch.as_tensor(ends(history, None)).all()) for ends in params.stopping_criteria):
+            return FinishReason.STOP
+    if len(token_ids) >= request.max_num_tokens:
+        return FinishReason.LENGTH
+    return None

@@ -1,0 +1,80 @@
+"""ModelRunner: scheduled rows → one packed forward → the logits that are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..model.configuration import layers_of_type
+from ..model.hybrid_cache import CachePlan, HybridCache
+from ..model.modeling import Lfm2CbForCausalLM
+from ..model.ragged_batch import RaggedBatch, Row
+from ..scheduling.cache_manager import Fork
+from ..scheduling.scheduler import ScheduledRow
+
+#: RoPE variants whose frequencies depend on the longest sequence of the batch, and so on batch mates
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+
+
+class ModelRunner:
+    """Owns the model and the cache tensors; runs on the device and in the dtype that the model has.
+
+    Raises: ValueError: the config has no layer to cache, or a RoPE variant that would make a request's answer depend
+    on its batch mates.
+    """
+
+    def __init__(self, model: Lfm2CbForCausalLM, plan: CachePlan) -> None:
+        config = model.config
+        rope_type = config.rope_parameters["rope_type"]
+        if rope_type in LENGTH_DEPENDENT_ROPE:
+            raise ValueError(f"rope_type={rope_type!r} depends on the longest sequence of a batch: use stock generate()")
+        if not layers_of_type(config, "full_attention") and not layers_of_type(config, "conv"):
+            raise ValueError("the config has neither attention nor conv layers")
+        self.model, self.kernel_size = model, config.conv_L_cache
+        self.cache = HybridCache(config, plan, model.dtype, model.device)
+        self._batch: RaggedBatch | None = None
+
+    @torch.inference_mode()
+    def run(self, scheduled: Sequence[ScheduledRow]) -> torch.Tensor:
+        """Compute the rows; the cache then holds them.
+
+        Returns:
+            fp32 logits `[n, vocab_size]`: for each row that samples, one for its last known token and one for each
+            draft behind it, in the rows' order.
+        """
+        rows = [self._row(row) for row in scheduled]
+        self._batch = batch = RaggedBatch(rows, self.cache, self.kernel_size)
+        hidden_states = self.model.model(
+            input_ids=batch.input_ids, position_ids=batch.position_ids, state=batch, use_cache=False
+        ).last_hidden_state
+        return self.model.lm_head(hidden_states[batch.logits_index]).float()
+
+    def settle(self, num_accepted: dict[int, int]) -> None:
+        """Keep the conv state of the accepted drafts: row index in the last `run` → how many were accepted."""
+        assert self._batch is not None
+        self._batch.settle(num_accepted)
+
+    def copy(self, fork: Fork) -> None:
+        """Carry out a fork's copies."""
+        if fork.block_copy is not None:
+            self.cache.copy_block(*fork.block_copy)
+        self.cache.copy_slot(*fork.slot_copy)
+
+    def release(self) -> None:
+        """Drop the last step's tensors, as when the engine falls idle."""
+        self._batch = None
+
+    @staticmethod
+    def _row(row: ScheduledRow) -> Row:
+        request = row.request
+        known = request.token_ids[row.start : row.start + row.num_tokens - row.num_drafts]
+        return Row(
+            known + request.draft_token_ids[: row.num_drafts],
+            row.start,
+            request.block_table,
+            request.state_slot,  # type: ignore[arg-type]  # a scheduled request has one
+            row.restore_block,
+            1 + row.num_drafts if row.samples else 0,
+            row.num_drafts,
+        )

@@ -1,0 +1,114 @@
+"""HybridCache: K/V blocks, conv states and conv checkpoints as tensors, planned under one memory budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig
+
+from .configuration import head_dim, layers_of_type
+
+
+class CacheTooSmall(ValueError):
+    """The budget does not hold even one block."""
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """How many blocks and slots a budget buys.
+
+    bytes = num_blocks × (K/V of block_size tokens in every attention layer + one conv checkpoint)
+    + (num_slots + 1) × one conv state.
+    """
+
+    num_blocks: int
+    block_size: int  # tokens
+    num_slots: int
+    bytes_per_block: int
+    bytes_per_state: int
+    checkpoints: bool  # whether each block has room for a conv checkpoint
+
+    @property
+    def total_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block + (self.num_slots + 1) * self.bytes_per_state
+
+    @classmethod
+    def from_budget(
+        cls,
+        config: PreTrainedConfig,
+        budget: int,
+        *,
+        block_size: int,
+        num_slots: int,
+        dtype: torch.dtype,
+        checkpoints: bool,
+    ) -> CachePlan:
+        """Spend `budget` bytes, but no more than `num_slots` sequences of the model's full length can use.
+
+        Raises: CacheTooSmall: with the numbers.
+        """
+        kv_values = 2 * config.num_key_value_heads * head_dim(config) * len(layers_of_type(config, "full_attention"))
+        state_values = (config.conv_L_cache - 1) * config.hidden_size * len(layers_of_type(config, "conv"))
+        per_state = state_values * dtype.itemsize
+        per_block = block_size * kv_values * dtype.itemsize + (per_state if checkpoints else 0)
+        left = budget - (num_slots + 1) * per_state
+        if left < per_block:
+            raise CacheTooSmall(
+                f"cache_memory of {budget:,} bytes is too small: {num_slots} conv state slots take "
+                f"{(num_slots + 1) * per_state:,} and one block of {block_size} tokens {per_block:,}"
+            )
+        most = num_slots * -(-config.max_position_embeddings // block_size)
+        num_blocks = min(left // max(per_block, 1), most)
+        return cls(num_blocks, block_size, num_slots, per_block, per_state, checkpoints)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.total_bytes / 2**20:,.0f} MiB = {self.num_blocks:,} blocks of {self.block_size} tokens "
+            f"({self.num_blocks * self.block_size:,} tokens) + {self.num_slots} conv state slots"
+        )
+
+
+class HybridCache:
+    """The tensors behind block ids and state slots.
+
+    keys[layer], values[layer]: `[num_blocks, block_size, kv_heads, head_dim]`, by attention layer index.
+    conv_states[layer]: `[1 + num_slots + num_blocks, kernel - 1, hidden]`, by conv layer index. Its rows are one zero
+    state, then the slots, then the blocks' checkpoints: `slot_row` and `checkpoint_row` convert, so that reading the
+    state a sequence starts from is one gather wherever it comes from.
+
+    Memory is committed by the system as it is first touched, up to the plan's bytes.
+    """
+
+    ZERO_ROW = 0
+
+    def __init__(self, config: PreTrainedConfig, plan: CachePlan, dtype: torch.dtype, device: torch.device) -> None:
+        self.plan = plan
+        kv_shape = (plan.num_blocks, plan.block_size, config.num_key_value_heads, head_dim(config))
+        num_rows = 1 + plan.num_slots + (plan.num_blocks if plan.checkpoints else 0)
+        conv_shape = (num_rows, config.conv_L_cache - 1, config.hidden_size)
+        attention, conv = layers_of_type(config, "full_attention"), layers_of_type(config, "conv")
+        self.keys = {i: torch.zeros(kv_shape, dtype=dtype, device=device) for i in attention}
+        self.values = {i: torch.zeros(kv_shape, dtype=dtype, device=device) for i in attention}
+        self.conv_states = {i: torch.zeros(conv_shape, dtype=dtype, device=device) for i in conv}
+
+    def slot_row(self, state_slot: int) -> int:
+        return 1 + state_slot
+
+    def checkpoint_row(self, block_id: int) -> int:
+        assert self.plan.checkpoints
+        return 1 + self.plan.num_slots + block_id
+
+    def write_kv(self, layer_idx: int, slot_mapping: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Store k, v `[tokens, kv_heads, head_dim]` at `slot_mapping` `[tokens]` (block_id * block_size + offset)."""
+        self.keys[layer_idx].flatten(0, 1).index_copy_(0, slot_mapping, k)
+        self.values[layer_idx].flatten(0, 1).index_copy_(0, slot_mapping, v)
+
+    def copy_block(self, source: int, target: int) -> None:
+        """Copy a block's K/V. (Its checkpoint is not: a block that is copied is not full, so it has none.)"""
+        for tensor in (*self.keys.values(), *self.values.values()):
+            tensor[target] = tensor[source]
+
+    def copy_slot(self, source: int, target: int) -> None:
+        for states in self.conv_states.values():
+            states[self.slot_row(target)] = states[self.slot_row(source)]

@@ -1,0 +1,171 @@
+"""RaggedBatch: one step's rows packed end to end, and the sequence state that the layers ask during that step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..ops.attention import paged_attention
+from ..ops.short_conv import ragged_short_conv
+from .hybrid_cache import HybridCache
+
+if TYPE_CHECKING:
+    from .modeling import Lfm2CbAttention, Lfm2CbShortConv
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence's part of a step: its tokens `start … start + len(token_ids) - 1`, and where its cache lies."""
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]  # block ids; covers all tokens up to the row's last
+    state_slot: int
+    restore_block: int | None = None  # begin from this block's conv checkpoint instead of the slot
+    num_logits: int = 0  # how many of the last tokens need logits
+    num_drafts: int = 0  # how many of the last tokens are guesses: their conv state is written by `settle`
+
+
+class RaggedBatch:
+    """Packed tensors of one step, on the cache's device.
+
+    input_ids, position_ids: `[tokens]` int64. logits_index: `[sum of num_logits]` int64, rows of the hidden states.
+    Implements `SequenceState`: K/V go to the rows' blocks; conv states are read from where each row starts, and
+    written to its slot and, at every block boundary that the row crosses, to that block's checkpoint. So chunks need
+    no alignment, and a chunk shorter than the kernel keeps what it must of the state before it.
+    """
+
+    def __init__(self, rows: Sequence[Row], cache: HybridCache, kernel_size: int) -> None:
+        self.cache, self.rows, self.kernel_size = cache, rows, kernel_size
+        self.device = next(iter((*cache.keys.values(), *cache.conv_states.values()))).device
+        lengths = np.array([len(row.token_ids) for row in rows])
+        starts = np.array([row.start for row in rows])
+        offsets = np.concatenate(([0], np.cumsum(lengths)))
+        self._offsets = offsets
+        # For every packed token: its sequence, and its place in the chunk.
+        sequence = np.repeat(np.arange(len(rows)), lengths)
+        place = np.arange(offsets[-1]) - offsets[sequence]
+        position = starts[sequence] + place
+
+        self.input_ids = self._tensor(np.concatenate([np.asarray(row.token_ids) for row in rows]))
+        self.position_ids = self._tensor(position)
+        self.logits_index = self._tensor(
+            np.concatenate(
+                [np.arange(end - row.num_logits, end) for row, end in zip(rows, offsets[1:], strict=True)]
+            )
+        )
+        self.cu_seqlens: list[int] = offsets.tolist()
+        self.kv_lens: list[int] = (starts + lengths).tolist()
+        self.slot_mapping = self._slot_mapping(sequence, position)
+        self.block_tables = self._block_tables()
+        self._plan_conv(sequence, place, lengths)
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
+
+    def _slot_mapping(self, sequence: np.ndarray, position: np.ndarray) -> torch.Tensor:
+        size = self.cache.plan.block_size
+        tables = np.zeros((len(self.rows), max(len(row.block_table) for row in self.rows)), dtype=np.int64)
+        for i, row in enumerate(self.rows):
+            tables[i, : len(row.block_table)] = row.block_table
+        return self._tensor(tables[sequence, position // size] * size + position % size)
+
+    def _block_tables(self) -> list[torch.Tensor]:
+        size = self.cache.plan.block_size
+        return [
+            self._tensor(np.asarray(row.block_table[: -(-kv_len // size)]))
+            for row, kv_len in zip(self.rows, self.kv_lens, strict=True)
+        ]
+
+    def _plan_conv(self, sequence: np.ndarray, place: np.ndarray, lengths: np.ndarray) -> None:
+        """Work out, once for all layers, which rows of "all states, then the packed inputs" are read for what."""
+        cache, window = self.cache, self.kernel_size - 1
+        self._read_rows = self._tensor(np.array([self._read_row(row) for row in self.rows]))
+        distance = np.arange(window, -1, -1)[:, None]
+        self._taps = self._tensor(self._extended_index(sequence, place - distance))
+        targets: list[int] = []  # conv state rows written after this step's inputs …
+        ends: list[tuple[int, int]] = []  # … with the window that ends after so many tokens of so-and-so's chunk
+        size = cache.plan.block_size
+        for i, row in enumerate(self.rows):
+            length = int(lengths[i])
+            if not row.num_drafts:
+                targets.append(cache.slot_row(row.state_slot))
+                ends.append((i, length))
+            if cache.plan.checkpoints:
+                for boundary in range((row.start // size + 1) * size, row.start + length + 1, size):
+                    targets.append(cache.checkpoint_row(row.block_table[boundary // size - 1]))
+                    ends.append((i, boundary - row.start))
+        self._write_rows, self._write_index = self._windows(targets, ends)
+        self._drafted: dict[int, torch.Tensor] | None = {} if any(row.num_drafts for row in self.rows) else None
+
+    def _read_row(self, row: Row) -> int:
+        if row.start == 0:
+            return HybridCache.ZERO_ROW
+        if row.restore_block is not None:
+            return self.cache.checkpoint_row(row.restore_block)
+        return self.cache.slot_row(row.state_slot)
+
+    def _extended_index(self, sequence: np.ndarray, place: np.ndarray) -> np.ndarray:
+        """Row in "all states, then the packed inputs" of a place in a sequence's chunk; below 0 lies its state."""
+        window = self.kernel_size - 1
+        in_state = sequence * window + window + place
+        in_chunk = len(self.rows) * window + self._offsets[sequence] + place
+        return np.where(place >= 0, in_chunk, in_state)
+
+    def _windows(self, targets: list[int], ends: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The state rows to write `[n]`, and the rows of the extended inputs that make each state `[n, kernel - 1]`."""
+        window = self.kernel_size - 1
+        pairs = np.array(ends, dtype=np.int64).reshape(-1, 2)
+        place = pairs[:, 1:] - window + np.arange(window)
+        index = self._extended_index(np.broadcast_to(pairs[:, :1], place.shape), place)
+        return self._tensor(np.array(targets)), self._tensor(index)
+
+    # SequenceState
+
+    def attend(
+        self, layer: Lfm2CbAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        i = layer.layer_idx
+        self.cache.write_kv(i, self.slot_mapping, k, v)
+        mixed = paged_attention(
+            q,
+            self.cache.keys[i],
+            self.cache.values[i],
+            self.cu_seqlens,
+            self.kv_lens,
+            self.block_tables,
+            layer.scaling,
+        )
+        return mixed.flatten(-2), None
+
+    def convolve(self, layer: Lfm2CbShortConv, x: torch.Tensor) -> torch.Tensor:
+        states = self.cache.conv_states[layer.layer_idx]
+        extended = torch.cat((states[self._read_rows].flatten(0, 1), x))
+        states[self._write_rows] = extended[self._write_index]
+        if self._drafted is not None:
+            self._drafted[layer.layer_idx] = extended
+        return ragged_short_conv(extended, self._taps, layer.conv.weight.squeeze(1), layer.conv.bias)
+
+    def mask_padding(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return hidden_states  # nothing is padded here
+
+    def settle(self, num_accepted: dict[int, int]) -> None:
+        """Write the conv state of the rows that had drafts, after the tokens that turned out right.
+
+        Args: num_accepted: row index → accepted drafts; one entry for every row with drafts.
+        """
+        if self._drafted is None:
+            return
+        targets = [self.cache.slot_row(self.rows[i].state_slot) for i in num_accepted]
+        ends = [
+            (i, len(self.rows[i].token_ids) - self.rows[i].num_drafts + accepted)
+            for i, accepted in num_accepted.items()
+        ]
+        rows, index = self._windows(targets, ends)
+        for layer_idx, extended in self._drafted.items():
+            self.cache.conv_states[layer_idx][rows] = extended[index]
+        self._drafted = None

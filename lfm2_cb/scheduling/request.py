@@ -1,0 +1,99 @@
+"""A request: its tokens, its counters, and the cache it owns."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # an end-of-sequence token, or a stopping criterion
+    LENGTH = "length"  # the request's own token limit
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass
+class RequestMetrics:
+    """Times are `time.perf_counter()` seconds; None until the event has happened."""
+
+    arrival_time: float = 0.0
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finish_time: float | None = None
+    num_cached_tokens: int = 0  # prompt tokens not computed, because the prefix cache held them
+    num_preemptions: int = 0
+
+    @property
+    def time_to_first_token(self) -> float | None:
+        """TTFT: seconds from submission to the first token."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+
+@dataclass(eq=False)
+class Request:
+    """What the scheduler and the cache manager know of one sequence.
+
+    There is no prefill phase and no decode phase: a running request chases `num_tokens` with `num_computed_tokens`.
+    """
+
+    request_id: int
+    prompt_token_ids: list[int]
+    max_new_tokens: int
+    priority: int = 0  # higher runs first
+    params: Any = None  # the engine's; opaque here
+    use_prefix_cache: bool = True
+    forks: list[Request] = field(default_factory=list)  # siblings that start from this one's computed prompt
+
+    fork_of: Request | None = field(init=False, default=None)
+    token_ids: list[int] = field(init=False)  # prompt, then output
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    draft_token_ids: list[int] = field(default_factory=list)  # guesses at the next tokens, to verify in the next step
+    num_computed_tokens: int = 0  # tokens whose K/V and conv state the cache holds
+    block_table: list[int] = field(default_factory=list)  # block_id of each block_size tokens
+    state_slot: int | None = None
+    num_hashed_blocks: int = 0  # leading blocks the prefix cache knows
+    last_content_id: int = 0  # content id of the last of those
+    restore_block: int | None = None  # block whose conv checkpoint the next step starts from
+    arrival_order: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.prompt_token_ids)
+        for child in self.forks:
+            child.fork_of = self
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens it holds at most. The last one is never computed, so the cache needs room for one less."""
+        return len(self.prompt_token_ids) + self.max_new_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED

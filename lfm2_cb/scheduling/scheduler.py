@@ -1,0 +1,231 @@
+"""Scheduler: who runs in the next step, under a token budget and a memory budget.
+
+Decodes first, then prefills in progress, then new requests (Sarathi-Serve, arXiv 2403.02310), all in one batch.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from .block_pool import Block
+from .cache_manager import CacheManager, Fork
+from .policies import Policy
+from .request import FinishReason, Request, RequestStatus
+
+
+@dataclass(slots=True)
+class ScheduledRow:
+    """One request's part of a step: tokens `start … start + num_tokens - 1` of it, the last `num_drafts` guessed."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    num_drafts: int
+    restore_block: int | None  # take the conv state from this block's checkpoint, not from the request's slot
+
+    @property
+    def samples(self) -> bool:
+        """Whether the row reaches the request's last known token, so that a new one can be sampled."""
+        return self.start + self.num_tokens - self.num_drafts == self.request.num_tokens
+
+
+class RequestTooLarge(ValueError):
+    """The request would not fit in the cache even alone."""
+
+
+class Scheduler:
+    """Moves requests from waiting to running to finished.
+
+    Args:
+        cache: the blocks and slots.
+        policy: the order of the waiting.
+        max_batch_tokens: tokens a step, prefill chunks and decodes together.
+        max_sequences: requests running at once.
+    """
+
+    def __init__(self, cache: CacheManager, policy: Policy, max_batch_tokens: int, max_sequences: int) -> None:
+        self.cache, self.policy = cache, policy
+        self.max_batch_tokens = max_batch_tokens
+        self.max_sequences = min(max_sequences, max_batch_tokens, cache.num_slots)
+        self.running: list[Request] = []  # who came first, first; the last gives way first
+        self._deferred: list[tuple[Block, Request]] = []  # waiting for another to compute a prefix they share
+        self._num_arrived = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.policy) + len(self._deferred)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.num_waiting)
+
+    def add(self, request: Request) -> None:
+        """Queue a request and its forks.
+
+        Raises: RequestTooLarge: it could never run, with the numbers.
+        """
+        self.check_fits(request)
+        for r in (request, *request.forks):
+            self._num_arrived += 1
+            r.arrival_order = self._num_arrived
+        self.policy.push(request)
+
+    def check_fits(self, request: Request) -> None:
+        """Raises: RequestTooLarge."""
+        needed, there = self.cache.blocks_for(request.max_num_tokens - 1), self.cache.pool.num_blocks
+        if needed > there:
+            size = self.cache.block_size
+            raise RequestTooLarge(
+                f"prompt of {request.num_prompt_tokens} tokens + max_new_tokens={request.max_new_tokens} needs {needed} "
+                f"cache blocks of {size} tokens, and cache_memory holds {there} ({there * size} tokens): shorten the "
+                "request or raise cache_memory"
+            )
+
+    def schedule(self) -> list[ScheduledRow]:
+        """Choose the rows of the next step and give each the blocks it writes. `[]`: nothing to do."""
+        budget = self.max_batch_tokens
+        rows, preempted = self._schedule_decodes(budget)
+        budget -= sum(row.num_tokens for row in rows)
+        decoding = {row.request.request_id for row in rows}
+        for request in self.running:
+            if budget and request.request_id not in decoding and _num_pending(request) > 1:
+                rows.append(self._row(request, min(budget, _num_pending(request))))
+                budget -= rows[-1].num_tokens
+        if not preempted:
+            self._admit(rows, budget)
+        return rows
+
+    def _schedule_decodes(self, budget: int) -> tuple[list[ScheduledRow], bool]:
+        """One row for each running request that has one known token to compute, preempting the youngest for room."""
+        rows: list[ScheduledRow] = []
+        preempted = False
+        decodes = [request for request in self.running if _num_pending(request) == 1]
+        for i, request in enumerate(decodes):
+            if request.status is not RequestStatus.RUNNING:
+                continue  # it has just given way to another
+            spare = budget - (len(decodes) - i)  # tokens beyond one for everybody
+            num_drafts = min(len(request.draft_token_ids), spare)
+            if num_drafts and not self.cache.append(request, 1 + num_drafts):
+                num_drafts = 0  # a guess is not worth anyone's place
+            while not self.cache.append(request, 1):
+                victim = self.running[-1]
+                self.preempt(victim)
+                preempted = True
+                if victim is request:
+                    break
+            else:
+                del request.draft_token_ids[num_drafts:]
+                rows.append(self._row(request, 1 + num_drafts, num_drafts))
+                budget -= rows[-1].num_tokens
+        return rows, preempted
+
+    def _admit(self, rows: list[ScheduledRow], budget: int) -> None:
+        """Let waiting requests in while tokens, sequences and memory last."""
+        self._wake_deferred()
+        while budget and len(self.running) < self.max_sequences and (request := self.policy.peek()) is not None:
+            match = self.cache.match_prefix(request)
+            if match.pending is not None:
+                self._deferred.append((match.pending, self.policy.pop()))
+                continue
+            if not self.policy.may_admit(request, self.running):
+                break
+            # Keep a block free for each running request, or the next step may have to throw this one out again.
+            if not self.cache.admit(request, match, num_reserved=len(self.running)):
+                break
+            self.policy.pop()
+            self._start(request)
+            if request.metrics.num_preemptions == 0:
+                request.metrics.num_cached_tokens = request.num_computed_tokens
+            rows.append(self._row(request, min(budget, _num_pending(request))))
+            budget -= rows[-1].num_tokens
+
+    def _start(self, request: Request) -> None:
+        request.status = RequestStatus.RUNNING
+        if request.metrics.first_scheduled_time is None:
+            request.metrics.first_scheduled_time = time.perf_counter()
+        self.running.append(request)
+        self.running.sort(key=lambda r: (-r.priority, r.arrival_order))
+
+    def _row(self, request: Request, num_tokens: int, num_drafts: int = 0) -> ScheduledRow:
+        row = ScheduledRow(request, request.num_computed_tokens, num_tokens, num_drafts, request.restore_block)
+        request.restore_block = None
+        return row
+
+    def _wake_deferred(self) -> None:
+        """Requeue those whose shared prefix is computed by now, or whose computer has gone."""
+        still: list[tuple[Block, Request]] = []
+        for block, request in self._deferred:
+            if block.key is not None and not block.ready:
+                still.append((block, request))
+            else:
+                self.policy.push(request)
+        self._deferred = still
+
+    def on_computed(self, row: ScheduledRow, new_token_ids: list[int]) -> None:
+        """Record a row's outcome: its tokens are computed, and `new_token_ids` follow (none if it does not sample).
+
+        Of a row with drafts, all but the last new token are accepted drafts.
+        """
+        request = row.request
+        request.num_computed_tokens = row.start + row.num_tokens
+        request.draft_token_ids = []
+        request.token_ids.extend(new_token_ids)
+        if row.num_drafts:
+            self.cache.roll_back(request, request.num_tokens - 1)
+        self.cache.commit(request)
+
+    def fork(self, parent: Request) -> list[tuple[Request, Fork]]:
+        """Start the forks of a request whose prompt has just been computed. Those that find no room are queued."""
+        started = []
+        for child in parent.forks:
+            room = len(self.running) < self.max_sequences
+            fork = self.cache.fork(parent, child) if room else None
+            if fork is None:
+                self.policy.push(child)
+            else:
+                self._start(child)
+                child.metrics.num_cached_tokens = child.num_computed_tokens
+                started.append((child, fork))
+        parent.forks = []
+        return started
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's memory; it waits again, in its old place, and recomputes what is not cached."""
+        self.running.remove(request)
+        self.cache.free(request)
+        request.status = RequestStatus.WAITING
+        request.draft_token_ids = []
+        request.metrics.num_preemptions += 1
+        self.policy.push(request)
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request, wherever it is. Its memory is free for the next step."""
+        if request.is_finished:
+            return
+        was_running = request.status is RequestStatus.RUNNING
+        request.status, request.finish_reason = RequestStatus.FINISHED, reason
+        request.metrics.finish_time = time.perf_counter()
+        if was_running:
+            self.running.remove(request)
+            self.cache.free(request)
+        elif request.fork_of is not None and request in request.fork_of.forks:
+            request.fork_of.forks.remove(request)
+        elif any(r is request for _, r in self._deferred):
+            self._deferred = [(b, r) for b, r in self._deferred if r is not request]
+        else:
+            self.policy.discard(request)
+        self.policy.on_finish(request)
+        for child in request.forks:  # its prompt was never computed: they fend for themselves
+            self.policy.push(child)
+        request.forks = []
+
+    def check_integrity(self) -> None:
+        """Assert that the cache belongs to exactly the running requests."""
+        assert len(self.running) <= self.max_sequences
+        self.cache.check_integrity(self.running)
+
+
+def _num_pending(request: Request) -> int:
+    """Known tokens not yet computed."""
+    return request.num_tokens - request.num_computed_tokens
