@@ -2,8 +2,22 @@
 
 from .model.configuration import Lfm2CbConfig
 from .model.modeling import Lfm2CbForCausalLM, Lfm2CbModel
+from .assets import demo_model_path
+from .generator import ContinuousBatchingGenerator, default_dtype
+from .outputs import RequestEvent, RequestOutput
 from .registration import disable, enable, register
 
 register()
 
-__all__ = ["Lfm2CbConfig", "Lfm2CbForCausalLM", "Lfm2CbModel", "disable", "enable"]
+__all__ = [
+    "ContinuousBatchingGenerator",
+    "Lfm2CbConfig",
+    "Lfm2CbForCausalLM",
+    "Lfm2CbModel",
+    "RequestEvent",
+    "RequestOutput",
+    "default_dtype",
+    "demo_model_path",
+    "disable",
+    "enable",
+]

@@ -79,7 +79,7 @@ class Engine:
         policy = make_policy(config.policy)
         self.scheduler = Scheduler(cache_manager, policy, config.max_batch_tokens, config.max_sequences)
         self.runner = ModelRunner(model, self.plan)
-        self._inbox: deque[Request] = deque()
+        self._inbox: deque[list[Request]] = deque()
         self._cancelled: deque[Request] = deque()
 
     @property
@@ -91,15 +91,21 @@ class Engine:
         self.scheduler.check_fits(request)
 
     def add(self, request: Request) -> None:
-        """Queue a request (whose `params` are `SamplingParams`) with its forks.
+        """Queue one request; see `add_all`."""
+        self.add_all([request])
 
-        Raises: RequestTooLarge: it could never run, with the numbers.
+    def add_all(self, requests: list[Request]) -> None:
+        """Queue requests (whose `params` are `SamplingParams`) with their forks, known to come together.
+
+        Raises: RequestTooLarge: one could never run, with the numbers; then none is queued.
         """
-        self.check_fits(request)
+        for request in requests:
+            self.check_fits(request)
         now = time.perf_counter()
-        for r in (request, *request.forks):
-            r.metrics.arrival_time = now
-        self._inbox.append(request)
+        for request in requests:
+            for r in (request, *request.forks):
+                r.metrics.arrival_time = now
+        self._inbox.append(requests)
 
     def cancel(self, request: Request) -> None:
         """End a request at the start of the next step, which reports it as finished."""
@@ -120,7 +126,8 @@ class Engine:
 
     def _take_in(self) -> list[StepOutput]:
         while self._inbox:
-            self.scheduler.add(self._inbox.popleft())
+            for request in self._inbox.popleft():
+                self.scheduler.add(request)
         outputs = []
         while self._cancelled:
             request = self._cancelled.popleft()

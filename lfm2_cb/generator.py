@@ -1,0 +1,321 @@
+"""ContinuousBatchingGenerator: `generate()` for lists of prompts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    Lfm2ForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging
+
+from .engine.engine import Engine, EngineConfig, StepOutput
+from .engine.loop import EngineLoop, Submission, interrupt_between_steps
+from .model.conversion import adopt, still_adopted
+from .model.modeling import Lfm2CbForCausalLM
+from .options import GenerateOptions, make_requests, resolve_options
+from .outputs import RequestEvent, RequestOutput
+from .prompts import check_token_ids, strip_padding, tokenize
+from .registration import infer_attention_mask, pad_token_id
+from .scheduling.request import FinishReason, Request
+from .text import IncrementalDecoder
+
+logger = logging.get_logger("transformers.lfm2_cb")
+
+_adopted: weakref.WeakKeyDictionary[PreTrainedModel, Lfm2CbForCausalLM] = weakref.WeakKeyDictionary()
+
+
+class ContinuousBatchingGenerator:
+    """Runs lists of prompts of any lengths through one LFM2, packed and scheduled step by step.
+
+    Greedy answers are those of stock `generate()` run one prompt at a time, whoever shares the batch; sampled ones
+    depend on their own seed only. Calls from several threads share one batch. Use it as a context manager, or call
+    `close()`.
+
+    Args:
+        model: one of our models, a live stock `Lfm2ForCausalLM` (adopted: its weights are shared, not copied), or the
+            path of a checkpoint. The engine runs on the model's device and in its dtype; a path is loaded in
+            `default_dtype()`.
+        tokenizer: for prompts given as text, and for text out. Loaded from the path where the model is one.
+        max_batch_tokens: tokens computed a step: the size of a prefill chunk, decodes included.
+        max_sequences: requests running at once.
+        cache_memory: of K/V blocks and conv states, as bytes or "512MiB", "2GiB"; committed as it is first used.
+        block_size: tokens a cache block: the grain of prefix reuse.
+        seed: of the sampling; None takes one from torch's global generator at each call.
+        prefix_caching: keep what was computed, and reuse it for prompts that begin alike.
+        policy: name of the scheduling policy.
+
+    Raises:
+        TypeError: not an LFM2. ValueError: an option out of range, or a cache too small for one block.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel | str,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        *,
+        max_batch_tokens: int = 2048,
+        max_sequences: int = 256,
+        cache_memory: int | str = "2GiB",
+        block_size: int = 64,
+        seed: int | None = None,
+        prefix_caching: bool = True,
+        policy: str = "fcfs",
+    ) -> None:
+        if isinstance(model, str):
+            tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model)
+            model = Lfm2CbForCausalLM.from_pretrained(model, dtype=default_dtype())
+        self.model, self.tokenizer, self.seed = as_lfm2_cb(model), tokenizer, seed
+        config = EngineConfig(
+            max_batch_tokens, max_sequences, parse_bytes(cache_memory), block_size, prefix_caching, policy
+        )
+        self.engine = Engine(self.model, config)
+        self._loop = EngineLoop(self.engine)
+        self._request_ids = itertools.count()
+        self._num_submitted = itertools.count()
+        logger.info(f"lfm2_cb: {self.model.dtype} on {self.model.device}, cache {self.engine.plan}")
+        if self.model.device.type == "cpu" and self.model.dtype != torch.float32 and default_dtype() == torch.float32:
+            logger.warning_once(
+                f"lfm2_cb: this CPU has no {self.model.dtype} arithmetic; loading with dtype=torch.float32 is faster"
+            )
+
+    # The three ways to run prompts
+
+    def generate(
+        self,
+        prompts: Any,
+        generation_config: GenerationConfig | None = None,
+        attention_mask: torch.Tensor | None = None,
+        progress_bar: bool | None = None,
+        streamer: Any = None,
+        **generate_kwargs: Any,
+    ) -> list[RequestOutput] | torch.Tensor:
+        """Run prompts to their end.
+
+        Args:
+            prompts: strings, chats, token-id lists, a `datasets` column; or a left-padded `[batch, length]` tensor.
+            generation_config: as in stock `generate()`, whose resolution of defaults is followed.
+            attention_mask: of a tensor input; inferred as stock does where absent.
+            progress_bar: None: shown for 32 prompts or more, if transformers' progress bars are on.
+            streamer: a transformers streamer, for a single prompt as in stock.
+            generate_kwargs: generation options; `max_new_tokens` may be a list with one entry a prompt, `seed` an
+                integer.
+        Returns:
+            For a tensor, stock's `[batch × num_return_sequences, length]` tensor: prompts as given, answers padded on
+            the right. For anything else, a `RequestOutput` for each prompt (× num_return_sequences) in input order.
+            A request that failed alone has `finish_reason="error"` and its `error`.
+        Raises:
+            PromptError, UnsupportedOptionError, RequestTooLarge: before anything is run.
+            RuntimeError: a tensor input of which a request failed.
+        """
+        if isinstance(prompts, torch.Tensor):
+            options = self.resolve(generation_config, generate_kwargs, len(prompts))
+            submission = self.enqueue(self._unpad(prompts, attention_mask, options), options)
+            self.run(submission, progress_bar, streamer)
+            return self._as_tensor(prompts, submission, options)
+        if attention_mask is not None:
+            raise ValueError("attention_mask goes with a tensor of prompts")
+        token_ids = tokenize(prompts, self.tokenizer)
+        options = self.resolve(generation_config, generate_kwargs, len(token_ids))
+        return self.run(self.enqueue(token_ids, options), progress_bar, streamer)
+
+    def stream(
+        self, prompts: Any, generation_config: GenerationConfig | None = None, **generate_kwargs: Any
+    ) -> Iterator[RequestEvent]:
+        """Run prompts and yield what happens as it happens; arguments as in `generate()`.
+
+        Steps are run while the caller waits for the next event. Leaving the iteration cancels what is unfinished.
+        """
+        token_ids = tokenize(prompts, self.tokenizer)
+        submission = self.enqueue(token_ids, self.resolve(generation_config, generate_kwargs, len(token_ids)))
+        decoders = {m.request_id: (i, self._decoder()) for i, m in enumerate(submission.members)}
+        return self._events(submission, decoders)
+
+    def submit(
+        self, prompt: Any, generation_config: GenerationConfig | None = None, **generate_kwargs: Any
+    ) -> RequestHandle:
+        """Queue one prompt and return at once; it runs in the background beside whatever else runs."""
+        options = self.resolve(generation_config, generate_kwargs, 1)
+        if options.num_return_sequences != 1:
+            raise ValueError("submit() runs one sequence; call it again for more")
+        submission = self.enqueue(tokenize([prompt], self.tokenizer), options, first_index=next(self._num_submitted))
+        self._loop.run_in_background()
+        return RequestHandle(self, submission)
+
+    def close(self) -> None:
+        """Cancel what is unfinished and refuse further calls. Calling it again does nothing."""
+        self._loop.close()
+
+    def __enter__(self) -> ContinuousBatchingGenerator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # What the three are made of, and what the other faces build on
+
+    def resolve(
+        self, generation_config: GenerationConfig | None, kwargs: dict[str, Any], num_prompts: int = 1
+    ) -> GenerateOptions:
+        """Options of one call, resolved as stock does and checked; `seed` among them is ours."""
+        kwargs = dict(kwargs)
+        seed = kwargs.pop("seed", None)
+        if seed is None:
+            seed = self.seed if self.seed is not None else int(torch.randint(2**62, ()))
+        return resolve_options(self.model, generation_config, num_prompts, seed, kwargs)
+
+    def enqueue(
+        self, token_ids: Sequence[Sequence[int]], options: GenerateOptions, first_index: int = 0
+    ) -> Submission:
+        """Check prompts and queue them all together; nothing runs until somebody waits.
+
+        Args: first_index: of the first of these prompts in its call; it sets their seeds.
+        """
+        config = self.model.config
+        check_token_ids(token_ids, config.vocab_size, config.max_position_embeddings)
+        requests = make_requests(self.model, token_ids, options, lambda: next(self._request_ids), first_index)
+        return self._loop.submit(requests)
+
+    def run(self, submission: Submission, progress_bar: bool | None = False, streamer: Any = None) -> list[RequestOutput]:
+        """Wait for a submission, and give its outputs in order of submission."""
+        if streamer is not None:
+            if len(submission.members) != 1:
+                self._cancel(submission)
+                raise ValueError("a streamer takes one sequence, as in stock generate(); use stream() for many")
+            streamer.put(torch.tensor([submission.members[0].prompt_token_ids]))
+        if progress_bar is None:
+            progress_bar = len(submission.members) >= 32
+        with logging.tqdm(total=len(submission.members), disable=not progress_bar, unit="seq") as bar:
+            for output in self._outputs(submission):
+                if streamer is not None:
+                    for token in output.new_token_ids:
+                        streamer.put(torch.tensor([token]))
+                bar.update(output.finished)
+        if streamer is not None:
+            streamer.end()
+        return [self._output(request) for request in submission.members]
+
+    def _unpad(
+        self, prompts: torch.Tensor, attention_mask: torch.Tensor | None, options: GenerateOptions
+    ) -> list[list[int]]:
+        if prompts.ndim != 2 or prompts.is_floating_point():
+            raise ValueError(f"a tensor of prompts must be [batch, length] of integers, got {tuple(prompts.shape)}")
+        if attention_mask is None:
+            attention_mask = infer_attention_mask(self.model, prompts, options.config)
+        return strip_padding(prompts, attention_mask)
+
+    def _outputs(self, submission: Submission) -> Iterator[StepOutput]:
+        """What happens to a submission, as it happens. Leaving early cancels what is unfinished."""
+        try:
+            with interrupt_between_steps() as check:
+                while not submission.is_finished or submission.outputs:
+                    check()
+                    self._loop.wait(lambda: bool(submission.outputs))
+                    while submission.outputs:
+                        yield submission.outputs.popleft()
+        finally:
+            if not submission.is_finished:
+                self._cancel(submission)
+
+    def _cancel(self, submission: Submission) -> None:
+        self._loop.cancel([member for member in submission.members if not member.is_finished])
+        self._loop.wait(lambda: submission.is_finished)
+
+    def _events(
+        self, submission: Submission, decoders: dict[int, tuple[int, IncrementalDecoder | None]]
+    ) -> Iterator[RequestEvent]:
+        for output in self._outputs(submission):
+            index, decoder = decoders[output.request.request_id]
+            text = decoder.add(output.new_token_ids, output.finished) if decoder is not None else None
+            reason = output.request.finish_reason if output.finished else None
+            yield RequestEvent(index, output.new_token_ids, text, output.finished, reason)
+
+    def _decoder(self) -> IncrementalDecoder | None:
+        return None if self.tokenizer is None else IncrementalDecoder(self.tokenizer)
+
+    def _output(self, request: Request) -> RequestOutput:
+        text = None
+        if self.tokenizer is not None:
+            text = self.tokenizer.decode(request.output_token_ids, skip_special_tokens=True)
+        assert request.finish_reason is not None
+        return RequestOutput(
+            request.prompt_token_ids,
+            request.output_token_ids,
+            text,  # type: ignore[arg-type]  # decode() of one list gives one string
+            request.finish_reason,
+            request.metrics,
+            request.error,
+        )
+
+    def _as_tensor(self, prompts: torch.Tensor, submission: Submission, options: GenerateOptions) -> torch.Tensor:
+        failed = next((m for m in submission.members if m.finish_reason is FinishReason.ERROR), None)
+        if failed is not None:
+            raise RuntimeError(f"generation failed: {failed.error!r}") from failed.error
+        answers = [torch.tensor(member.output_token_ids, dtype=torch.long) for member in submission.members]
+        pad = pad_token_id(options.config)
+        padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=0 if pad is None else pad)
+        repeated = prompts.repeat_interleave(options.num_return_sequences, dim=0)
+        return torch.cat([repeated, padded.to(prompts.device)], dim=-1)
+
+
+class RequestHandle:
+    """A submitted prompt."""
+
+    def __init__(self, generator: ContinuousBatchingGenerator, submission: Submission) -> None:
+        self._generator, self._submission = generator, submission
+
+    def done(self) -> bool:
+        return self._submission.is_finished
+
+    def result(self, timeout: float | None = None) -> RequestOutput:
+        """Wait for the end. Raises: TimeoutError: not there after `timeout` seconds (it keeps running)."""
+        loop, submission = self._generator._loop, self._submission
+        if not loop.wait(lambda: submission.is_finished, timeout):
+            raise TimeoutError(f"the request is not finished after {timeout} s")
+        return self._generator._output(submission.requests[0])
+
+    def cancel(self) -> None:
+        """End the request; `result()` then gives what it had, with finish_reason "cancelled"."""
+        self._generator._loop.cancel(self._submission.requests)
+
+
+def as_lfm2_cb(model: Any) -> Lfm2CbForCausalLM:
+    """Our model as it is, or a stock LFM2 adopted once (its weights shared). Raises: TypeError."""
+    if isinstance(model, Lfm2CbForCausalLM):
+        return model
+    if not isinstance(model, Lfm2ForCausalLM):
+        raise TypeError(
+            f"lfm2_cb runs LFM2 models, got {type(model).__name__} (unwrap adapters and data-parallel wrappers first)"
+        )
+    known = _adopted.get(model)
+    if known is None or not still_adopted(model, known):
+        known = _adopted[model] = adopt(model, Lfm2CbForCausalLM)
+    return known
+
+
+def default_dtype() -> torch.dtype:
+    """bfloat16 where the hardware multiplies it (CUDA, AMX or AVX512-BF16), else float32."""
+    if torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+        return torch.bfloat16
+    return torch.float32
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from a number, or from text such as "2GiB", "512 MiB", "1.5GB". Raises: ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.I) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"cache_memory must be bytes or text such as '2GiB', got {value!r}")
+    number, unit, binary = match.groups()
+    return math.floor(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
