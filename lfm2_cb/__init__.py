@@ -1,9 +1,9 @@
 """Continuous batching for LFM2 inside transformers."""
 
-from .model.configuration import Lfm2CbConfig
-from .model.modeling import Lfm2CbForCausalLM, Lfm2CbModel
 from .assets import demo_model_path
 from .generator import ContinuousBatchingGenerator, default_dtype
+from .model.configuration import Lfm2CbConfig
+from .model.modeling import Lfm2CbForCausalLM, Lfm2CbModel
 from .outputs import RequestEvent, RequestOutput
 from .registration import disable, enable, register
 

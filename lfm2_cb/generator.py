@@ -120,7 +120,7 @@ class ContinuousBatchingGenerator:
         """
         if isinstance(prompts, torch.Tensor):
             options = self.resolve(generation_config, generate_kwargs, len(prompts))
-            submission = self.enqueue(self._unpad(prompts, attention_mask, options), options)
+            submission = self.enqueue(self._unpad(prompts, attention_mask, options), options, width=prompts.shape[-1])
             self.run(submission, progress_bar, streamer)
             return self._as_tensor(prompts, submission, options)
         if attention_mask is not None:
@@ -175,18 +175,26 @@ class ContinuousBatchingGenerator:
         return resolve_options(self.model, generation_config, num_prompts, seed, kwargs)
 
     def enqueue(
-        self, token_ids: Sequence[Sequence[int]], options: GenerateOptions, first_index: int = 0
+        self,
+        token_ids: Sequence[Sequence[int]],
+        options: GenerateOptions,
+        first_index: int = 0,
+        width: int | None = None,
     ) -> Submission:
         """Check prompts and queue them all together; nothing runs until somebody waits.
 
-        Args: first_index: of the first of these prompts in its call; it sets their seeds.
+        Args:
+            first_index: of the first of these prompts in its call; it sets their seeds.
+            width: padded length they came with, which total lengths (`max_length`) then count from.
         """
         config = self.model.config
         check_token_ids(token_ids, config.vocab_size, config.max_position_embeddings)
-        requests = make_requests(self.model, token_ids, options, lambda: next(self._request_ids), first_index)
+        requests = make_requests(self.model, token_ids, options, lambda: next(self._request_ids), first_index, width)
         return self._loop.submit(requests)
 
-    def run(self, submission: Submission, progress_bar: bool | None = False, streamer: Any = None) -> list[RequestOutput]:
+    def run(
+        self, submission: Submission, progress_bar: bool | None = False, streamer: Any = None
+    ) -> list[RequestOutput]:
         """Wait for a submission, and give its outputs in order of submission."""
         if streamer is not None:
             if len(submission.members) != 1:

@@ -77,7 +77,11 @@ class GenerateOptions:
 
 
 def resolve_options(
-    model: PreTrainedModel, generation_config: GenerationConfig | None, num_prompts: int, seed: int, kwargs: dict[str, Any]
+    model: PreTrainedModel,
+    generation_config: GenerationConfig | None,
+    num_prompts: int,
+    seed: int,
+    kwargs: dict[str, Any],
 ) -> GenerateOptions:
     """Resolve and check one call's options.
 
@@ -115,28 +119,31 @@ def make_requests(
     options: GenerateOptions,
     next_id: Callable[[], int],
     first_index: int = 0,
+    width: int | None = None,
 ) -> list[Request]:
-    """One request a prompt, with a fork for each further returned sequence."""
+    """One request a prompt, with a fork for each further returned sequence.
+
+    Args: width: padded length of a tensor of prompts, which is what stock's total lengths then count from.
+    """
     requests = []
     for index, ids in enumerate(token_ids, first_index):
-        limit = max_new_tokens(options, index, len(ids), model.config.max_position_embeddings)
+        padding = 0 if width is None else width - len(ids)
+        limit = max_new_tokens(options, index, len(ids), padding, model.config.max_position_embeddings)
         family = []
         for i in range(options.num_return_sequences):
             seed = sequence_seed(options.seed, index, i)
-            processors = stock_logits_processors(model, options.config, ids, limit)
-            params = SamplingParams(
-                bool(options.config.do_sample), seed, eos_token_ids(options.config), processors
-            )
+            processors = stock_logits_processors(model, options.config, ids, limit, padding)
+            params = SamplingParams(bool(options.config.do_sample), seed, eos_token_ids(options.config), processors)
             family.append(Request(next_id(), list(ids), limit, params=params))
         first, *rest = family
-        first.forks = rest
-        for child in rest:
-            child.fork_of = first
+        first.adopt_forks(rest)
         requests.append(first)
     return requests
 
 
-def max_new_tokens(options: GenerateOptions, index: int, prompt_length: int, max_position_embeddings: int) -> int:
+def max_new_tokens(
+    options: GenerateOptions, index: int, prompt_length: int, padding: int, max_position_embeddings: int
+) -> int:
     """The request's token limit, by stock's precedence of `max_new_tokens` over `max_length`.
 
     Raises: ValueError: nothing may be generated, or the model's positions do not suffice; with the numbers.
@@ -149,7 +156,7 @@ def max_new_tokens(options: GenerateOptions, index: int, prompt_length: int, max
     elif options.resolved.has_default_max_length:
         limit = min(config.max_length, max_position_embeddings - prompt_length)
     else:
-        limit = config.max_length - prompt_length
+        limit = config.max_length - prompt_length - padding
         if limit < 1:
             raise ValueError(f"prompt {index} has {prompt_length} tokens, and max_length={config.max_length}")
     if prompt_length + limit > max_position_embeddings:

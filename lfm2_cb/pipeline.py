@@ -109,7 +109,9 @@ class _Call:
             return [self.options.config.bos_token_id]
         return strip_padding(input_ids, model_inputs.get("attention_mask", torch.ones_like(input_ids)))[0]
 
-    def collect(self, enqueued: tuple[list[dict[str, Any]], Any], streamer: Any = None, bar: bool | None = False) -> list:
+    def collect(
+        self, enqueued: tuple[list[dict[str, Any]], Any], streamer: Any = None, bar: bool | None = False
+    ) -> list:
         """Wait for enqueued inputs and make stock's records of them, in order."""
         inputs, submission = enqueued
         outputs = self.pipe.generator.run(submission, bar, streamer)

@@ -122,11 +122,17 @@ def stock_logits_processors(
     config: GenerationConfig,
     prompt_token_ids: Sequence[int],
     max_new_tokens: int,
+    padding: int = 0,
     user_processors: Sequence[Any] = (),
     prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
 ) -> list[Any]:
-    """The processors stock builds for one unpadded prompt, in its order, the warpers of `do_sample` included."""
+    """The processors stock builds for one unpadded prompt, in its order, the warpers of `do_sample` included.
+
+    Args: padding: tokens of padding that the prompt came with; stock counts them in `min_length`.
+    """
     config = copy.copy(config)
+    if config.min_new_tokens is None and config.min_length:
+        config.min_length = max(0, config.min_length - padding)
     config.max_length = len(prompt_token_ids) + max_new_tokens  # what ForcedEOS looks at
     return list(
         model._get_logits_processor(

@@ -75,7 +75,9 @@ class Engine:
             dtype=model.dtype,
             checkpoints=config.prefix_caching,
         )
-        cache_manager = CacheManager(self.plan.num_blocks, config.block_size, self.plan.num_slots, config.prefix_caching)
+        cache_manager = CacheManager(
+            self.plan.num_blocks, config.block_size, self.plan.num_slots, config.prefix_caching
+        )
         policy = make_policy(config.policy)
         self.scheduler = Scheduler(cache_manager, policy, config.max_batch_tokens, config.max_sequences)
         self.runner = ModelRunner(model, self.plan)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..model.configuration import layers_of_type
+from ..model.configuration import layers_of_type, rope_type
 from ..model.hybrid_cache import CachePlan, HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
@@ -26,9 +26,9 @@ class ModelRunner:
 
     def __init__(self, model: Lfm2CbForCausalLM, plan: CachePlan) -> None:
         config = model.config
-        rope_type = config.rope_parameters["rope_type"]
-        if rope_type in LENGTH_DEPENDENT_ROPE:
-            raise ValueError(f"rope_type={rope_type!r} depends on the longest sequence of a batch: use stock generate()")
+        kind = rope_type(config)
+        if kind in LENGTH_DEPENDENT_ROPE:
+            raise ValueError(f"rope_type={kind!r} depends on the longest sequence of a batch: use stock generate()")
         if not layers_of_type(config, "full_attention") and not layers_of_type(config, "conv"):
             raise ValueError("the config has neither attention nor conv layers")
         self.model, self.kernel_size = model, config.conv_L_cache

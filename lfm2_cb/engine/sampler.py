@@ -64,7 +64,9 @@ def draw(scores: torch.Tensor, rngs: Sequence[random.Random]) -> list[int | Exce
     total = cumulative[:, -1:]
     uniform = torch.tensor([[rng.random()] for rng in rngs], dtype=torch.float64, device=scores.device)
     # `right` steps over tokens that add nothing; rounding must not step over the last one that adds something.
-    tokens = torch.searchsorted(cumulative, (uniform * total).clamp(max=total.nextafter(torch.zeros_like(total))), right=True)
+    tokens = torch.searchsorted(
+        cumulative, (uniform * total).clamp(max=total.nextafter(torch.zeros_like(total))), right=True
+    )
     return _checked(tokens.squeeze(1), total.squeeze(1))
 
 
@@ -110,6 +112,6 @@ def sample(
     if sampled:
         for i, token in zip(sampled, draw(table[sampled], [params[i].rng for i in sampled]), strict=True):
             tokens[i] = token
-    for i, error in failures.items():
-        tokens[i] = error
+    for i, failure in failures.items():
+        tokens[i] = failure
     return tokens

@@ -56,15 +56,15 @@ class Lfm2CbConfig(PreTrainedConfig):
             if self.full_attn_idxs is None:
                 self.full_attn_idxs = list(range(self.num_hidden_layers))
             attention = set(self.full_attn_idxs)
-            self.layer_types = [
-                "full_attention" if i in attention else "conv" for i in range(self.num_hidden_layers)
-            ]
+            self.layer_types = ["full_attention" if i in attention else "conv" for i in range(self.num_hidden_layers)]
         self.tie_word_embeddings = kwargs.pop("tie_embedding", self.tie_word_embeddings)
         self.intermediate_size = kwargs.pop("block_ff_dim", self.intermediate_size)
         super().__post_init__(**kwargs)
 
     @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a `config.json`; a stock `lfm2` one is ours under another name, so no mismatch is warned about."""
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         if config_dict.get("model_type") == "lfm2":
@@ -87,6 +87,16 @@ def ffn_width(config: PreTrainedConfig) -> int:
 def head_dim(config: PreTrainedConfig) -> int:
     """Values per attention head: `config.head_dim` where the checkpoint states one, else the even share."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def rope_type(config: Any) -> str:
+    """Kind of rotary embedding, e.g. "default" or "yarn"."""
+    return config.rope_parameters["rope_type"]
+
+
+def rope_theta(config: Any) -> float:
+    """Base of the rotary frequencies."""
+    return config.rope_parameters["rope_theta"]
 
 
 def layers_of_type(config: PreTrainedConfig, layer_type: str) -> list[int]:

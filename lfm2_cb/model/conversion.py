@@ -62,8 +62,8 @@ class StackParts(Concatenate):
 class SplitParts(ConversionOps):
     """Undo `StackParts`, reading the heights from the `FusedLinear` that holds the matrix."""
 
-    @torch.no_grad
-    def convert(  # type: ignore[override]
+    @torch.no_grad()
+    def convert(
         self,
         input_dict: dict[str, Any],
         source_patterns: list[str],
@@ -72,7 +72,7 @@ class SplitParts(ConversionOps):
         model: PreTrainedModel,
         **_: Any,
     ) -> dict[str, torch.Tensor]:
-        ((_, tensors),) = input_dict.items()
+        (tensors,) = input_dict.values()
         fused = tensors[0] if isinstance(tensors, list) else tensors
         stem, part = target_patterns[0].removesuffix(".weight").rpartition(".")[::2]
         holder = next(
@@ -154,12 +154,11 @@ def _stack_in_place(parts: list[nn.Parameter]) -> nn.Parameter:
 def _check_adoptable(stock: PreTrainedModel) -> None:
     for name, module in stock.named_modules():
         leaf = name.rpartition(".")[2]
-        if leaf.endswith("_proj") or leaf in ("w1", "w2", "w3"):
-            if type(module) is not nn.Linear:
-                raise TypeError(
-                    f"{name} is a {type(module).__name__}, not a plain nn.Linear: merge adapters and load without "
-                    "quantisation before handing the model to lfm2_cb"
-                )
+        if (leaf.endswith("_proj") or leaf in ("w1", "w2", "w3")) and type(module) is not nn.Linear:
+            raise TypeError(
+                f"{name} is a {type(module).__name__}, not a plain nn.Linear: merge adapters and load without "
+                "quantisation before handing the model to lfm2_cb"
+            )
     for name, parameter in stock.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name} is offloaded (meta device); load the model whole to use lfm2_cb")

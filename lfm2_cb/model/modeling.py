@@ -27,7 +27,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .configuration import Lfm2CbConfig, ffn_width, head_dim
+from .configuration import Lfm2CbConfig, ffn_width, head_dim, layers_of_type, rope_theta, rope_type
 from .conversion import FusedLinear, fuse_stock_names
 from .padded_state import PaddedState
 
@@ -84,7 +84,7 @@ class Lfm2CbRotaryEmbedding(nn.Module):
         # The next four names are the ones that `dynamic_rope_update` and `_init_weights` work on.
         self.max_seq_len_cached = config.max_position_embeddings
         self.original_max_seq_len = config.max_position_embeddings
-        self.rope_type = config.rope_parameters["rope_type"]
+        self.rope_type = rope_type(config)
         init = self.compute_default_rope_parameters
         if self.rope_type != "default":
             init = ROPE_INIT_FUNCTIONS[self.rope_type]
@@ -97,7 +97,7 @@ class Lfm2CbRotaryEmbedding(nn.Module):
         """Inverse frequencies `[head_dim / 2]` of plain RoPE, and the scale of cos and sin."""
         dim = head_dim(config)
         exponent = torch.arange(0, dim, 2, dtype=torch.float) / dim
-        return 1.0 / config.rope_parameters["rope_theta"] ** exponent, 1.0
+        return 1.0 / rope_theta(config) ** exponent, 1.0
 
     @torch.no_grad()
     @dynamic_rope_update
@@ -154,7 +154,9 @@ class Lfm2CbAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.split_sizes, dim=-1))
+        q, k, v = (
+            part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.split_sizes, dim=-1)
+        )
         q, k = rotate(self.q_layernorm(q), *rope), rotate(self.k_layernorm(k), *rope)
         mixed, weights = state.attend(self, q, k, v)
         return self.out_proj(mixed), weights
@@ -168,9 +170,7 @@ class Lfm2CbShortConv(nn.Module):
         self.layer_idx = layer_idx
         self.kernel_size = config.conv_L_cache
         hidden, bias = config.hidden_size, config.conv_bias
-        self.conv = nn.Conv1d(
-            hidden, hidden, self.kernel_size, groups=hidden, bias=bias, padding=self.kernel_size - 1
-        )
+        self.conv = nn.Conv1d(hidden, hidden, self.kernel_size, groups=hidden, bias=bias, padding=self.kernel_size - 1)
         self.in_proj = nn.Linear(hidden, 3 * hidden, bias=bias)
         self.out_proj = nn.Linear(hidden, hidden, bias=bias)
 
@@ -185,7 +185,7 @@ class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: Lfm2CbConfig, layer_idx: int) -> None:
         super().__init__()
-        self.is_attention_layer = config.layer_types[layer_idx] != "conv"
+        self.is_attention_layer = layer_idx in layers_of_type(config, "full_attention")
         if self.is_attention_layer:
             self.self_attn = Lfm2CbAttention(config, layer_idx)
         else:
@@ -238,7 +238,7 @@ class Lfm2CbModel(Lfm2CbPreTrainedModel):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
@@ -298,7 +298,7 @@ class Lfm2CbForCausalLM(Lfm2CbPreTrainedModel, GenerationMixin):
         self,
         input_ids: torch.LongTensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.LongTensor | None = None,

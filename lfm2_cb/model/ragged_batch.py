@@ -54,9 +54,7 @@ class RaggedBatch:
         self.input_ids = self._tensor(np.concatenate([np.asarray(row.token_ids) for row in rows]))
         self.position_ids = self._tensor(position)
         self.logits_index = self._tensor(
-            np.concatenate(
-                [np.arange(end - row.num_logits, end) for row, end in zip(rows, offsets[1:], strict=True)]
-            )
+            np.concatenate([np.arange(end - row.num_logits, end) for row, end in zip(rows, offsets[1:], strict=True)])
         )
         self.cu_seqlens: list[int] = offsets.tolist()
         self.kv_lens: list[int] = (starts + lengths).tolist()
@@ -117,7 +115,7 @@ class RaggedBatch:
         return np.where(place >= 0, in_chunk, in_state)
 
     def _windows(self, targets: list[int], ends: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The state rows to write `[n]`, and the rows of the extended inputs that make each state `[n, kernel - 1]`."""
+        """State rows to write `[n]`, and the rows of the extended inputs that make each state `[n, kernel - 1]`."""
         window = self.kernel_size - 1
         pairs = np.array(ends, dtype=np.int64).reshape(-1, 2)
         place = pairs[:, 1:] - window + np.arange(window)

@@ -50,8 +50,8 @@ class Request:
     priority: int = 0  # higher runs first
     params: Any = None  # the engine's; opaque here
     use_prefix_cache: bool = True
-    forks: list[Request] = field(default_factory=list)  # siblings that start from this one's computed prompt
 
+    forks: list[Request] = field(init=False, default_factory=list)  # siblings that start from this one's prompt
     fork_of: Request | None = field(init=False, default=None)
     token_ids: list[int] = field(init=False)  # prompt, then output
     status: RequestStatus = RequestStatus.WAITING
@@ -70,7 +70,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
-        for child in self.forks:
+
+    def adopt_forks(self, children: list[Request]) -> None:
+        """Let requests for the same prompt start from this one's computed prompt. Before either is queued."""
+        self.forks = list(children)
+        for child in children:
             child.fork_of = self
 
     @property

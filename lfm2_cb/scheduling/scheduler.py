@@ -23,11 +23,7 @@ class ScheduledRow:
     num_tokens: int
     num_drafts: int
     restore_block: int | None  # take the conv state from this block's checkpoint, not from the request's slot
-
-    @property
-    def samples(self) -> bool:
-        """Whether the row reaches the request's last known token, so that a new one can be sampled."""
-        return self.start + self.num_tokens - self.num_drafts == self.request.num_tokens
+    samples: bool  # it reaches the request's last known token, so that a new one can be sampled
 
 
 class RequestTooLarge(ValueError):
@@ -77,9 +73,9 @@ class Scheduler:
         if needed > there:
             size = self.cache.block_size
             raise RequestTooLarge(
-                f"prompt of {request.num_prompt_tokens} tokens + max_new_tokens={request.max_new_tokens} needs {needed} "
-                f"cache blocks of {size} tokens, and cache_memory holds {there} ({there * size} tokens): shorten the "
-                "request or raise cache_memory"
+                f"prompt of {request.num_prompt_tokens} tokens + max_new_tokens={request.max_new_tokens} needs "
+                f"{needed} cache blocks of {size} tokens, and cache_memory holds {there} ({there * size} tokens): "
+                "shorten the request or raise cache_memory"
             )
 
     def schedule(self) -> list[ScheduledRow]:
@@ -105,7 +101,8 @@ class Scheduler:
             if request.status is not RequestStatus.RUNNING:
                 continue  # it has just given way to another
             spare = budget - (len(decodes) - i)  # tokens beyond one for everybody
-            num_drafts = min(len(request.draft_token_ids), spare)
+            # Forks start from exactly the prompt, so nothing may be guessed beyond it in the step that completes it.
+            num_drafts = 0 if request.forks else min(len(request.draft_token_ids), spare)
             if num_drafts and not self.cache.append(request, 1 + num_drafts):
                 num_drafts = 0  # a guess is not worth anyone's place
             while not self.cache.append(request, 1):
@@ -148,9 +145,10 @@ class Scheduler:
         self.running.sort(key=lambda r: (-r.priority, r.arrival_order))
 
     def _row(self, request: Request, num_tokens: int, num_drafts: int = 0) -> ScheduledRow:
-        row = ScheduledRow(request, request.num_computed_tokens, num_tokens, num_drafts, request.restore_block)
+        start, restore_block = request.num_computed_tokens, request.restore_block
         request.restore_block = None
-        return row
+        samples = start + num_tokens - num_drafts == request.num_tokens
+        return ScheduledRow(request, start, num_tokens, num_drafts, restore_block, samples)
 
     def _wake_deferred(self) -> None:
         """Requeue those whose shared prefix is computed by now, or whose computer has gone."""

@@ -1,0 +1,28 @@
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import transformers
+
+import lfm2_cb
+
+transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def demo_stock():
+    """The shipped model in the stock class, fp32."""
+    model = transformers.Lfm2ForCausalLM.from_pretrained(lfm2_cb.demo_model_path(), dtype=torch.float32)
+    return model.eval()
+
+
+@pytest.fixture(scope="session")
+def demo_tokenizer():
+    return transformers.AutoTokenizer.from_pretrained(lfm2_cb.demo_model_path())

@@ -1,0 +1,62 @@
+"""The torch reference ops beside plain definitions, on random shapes."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lfm2_cb.ops.attention import paged_attention
+from lfm2_cb.ops.short_conv import ragged_short_conv
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_paged_attention_equals_attention_spelled_out(seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    kv_heads, group, dim, size = (
+        rng.choice([1, 2, 3]),
+        rng.choice([1, 2, 3]),
+        rng.choice([4, 8, 10]),
+        rng.choice([1, 4, 16]),
+    )
+    kv_lens = [rng.randint(1, 40) for _ in range(5)]
+    lengths = [rng.choice([1, n, rng.randint(1, n)]) for n in kv_lens]
+    blocks = torch.randperm(5 * 40).tolist()
+    tables = [torch.tensor([blocks.pop() for _ in range(-(-n // size))]) for n in kv_lens]
+    keys, values = torch.randn(2, 200, size, kv_heads, dim, dtype=torch.float64)
+    q = torch.randn(sum(lengths), kv_heads * group, dim, dtype=torch.float64)
+    offsets = np.concatenate(([0], np.cumsum(lengths))).tolist()
+    got = paged_attention(q, keys, values, offsets, kv_lens, tables, dim**-0.5)
+    for i, kv_len in enumerate(kv_lens):
+        k = keys[tables[i]].flatten(0, 1)[:kv_len].repeat_interleave(group, 1)
+        v = values[tables[i]].flatten(0, 1)[:kv_len].repeat_interleave(group, 1)
+        for j in range(lengths[i]):
+            seen = kv_len - lengths[i] + j + 1
+            scores = torch.einsum("hd,khd->hk", q[offsets[i] + j], k[:seen]) * dim**-0.5
+            expected = torch.einsum("hk,khd->hd", scores.softmax(-1), v[:seen])
+            torch.testing.assert_close(got[offsets[i] + j], expected)
+
+
+@pytest.mark.parametrize("kernel", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("bias", [True, False])
+def test_ragged_short_conv_equals_one_convolution_a_sequence(kernel, bias):
+    torch.manual_seed(kernel)
+    lengths, hidden, window = [1, 5, 2, 1, 7], 6, kernel - 1
+    states = torch.randn(len(lengths), window, hidden)
+    x, weight = torch.randn(sum(lengths), hidden), torch.randn(hidden, kernel)
+    b = torch.randn(hidden) if bias else None
+    expected, taps, start = [], torch.empty(kernel, sum(lengths), dtype=torch.long), 0
+    for s, n in enumerate(lengths):
+        whole = torch.cat([states[s], x[start : start + n]]).T[None]
+        expected.append(F.conv1d(whole, weight[:, None], b, groups=hidden)[0].T)
+        for j in range(n):
+            for k in range(kernel):
+                place = j - (window - k)
+                taps[k, start + j] = (
+                    len(lengths) * window + start + place if place >= 0 else s * window + window + place
+                )
+        start += n
+    got = ragged_short_conv(torch.cat([states.flatten(0, 1), x]), taps, weight, b)
+    torch.testing.assert_close(got, torch.cat(expected))
