@@ -1,0 +1,120 @@
+"""Logits processors over many rows at once.
+
+Rows whose processors are of the same cheap kinds, in the same order, are processed together, with the results that
+stock's classes give row by row. Once a top-k has run, only its candidates are carried on (`Scores.index`), so that
+top-p and its like sort tens of values a row, not the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation import logits_process as stock
+
+#: more candidates than this are no saving
+MAX_CANDIDATES = 1024
+
+
+@dataclass
+class Scores:
+    """Scores of several rows: of the whole vocabulary, or of candidates, all others being -inf.
+
+    values: `[rows, vocab]` or `[rows, candidates]` fp32. index: the candidates' token ids, ascending, or None.
+    """
+
+    values: torch.Tensor
+    index: torch.Tensor | None = None
+
+    def full(self, vocab_size: int) -> torch.Tensor:
+        """`[rows, vocab]`."""
+        if self.index is None:
+            return self.values
+        whole = self.values.new_full((len(self.values), vocab_size), -float("inf"))
+        return whole.scatter_(1, self.index, self.values)
+
+
+def can_batch(processors: Sequence[Any]) -> bool:
+    """Whether all are of a kind that `process_rows` knows (exactly: a subclass may do anything)."""
+    return all(type(p) in _STAGES and getattr(p, "prompt_ignore_length", None) is None for p in processors)
+
+
+def signature(processors: Sequence[Any]) -> tuple[type, ...]:
+    """Rows with equal signatures may be processed together."""
+    return tuple(type(p) for p in processors)
+
+
+def process_rows(
+    rows: Sequence[Sequence[Any]], histories: Sequence[Sequence[int]], scores: torch.Tensor
+) -> Scores:
+    """Apply each row's processors, all rows having the same signature.
+
+    Args:
+        rows: the processors of each row.
+        histories: all tokens of each row so far.
+        scores: `[rows, vocab]` fp32.
+    """
+    current = Scores(scores)
+    for stage in zip(*rows, strict=True):
+        current = _STAGES[type(stage[0])](stage, histories, current)
+    return current
+
+
+def _column(stage: Sequence[Any], name: str, like: torch.Tensor) -> torch.Tensor:
+    """One parameter of each row's processor, `[rows, 1]`."""
+    return torch.tensor([[getattr(p, name)] for p in stage], dtype=like.dtype, device=like.device)
+
+
+def _temperature(stage: Sequence[Any], _: Any, scores: Scores) -> Scores:
+    return Scores(scores.values / _column(stage, "temperature", scores.values), scores.index)
+
+
+def _repetition_penalty(stage: Sequence[Any], histories: Sequence[Sequence[int]], scores: Scores) -> Scores:
+    if scores.index is not None:  # never in stock's order: penalties come before warpers
+        raise AssertionError("a repetition penalty after a top-k")
+    longest = max(map(len, histories))
+    # Short histories are filled up with a token they have anyway: each token is scaled once however often it occurs.
+    ids = torch.tensor([[*h, *[h[0]] * (longest - len(h))] for h in histories], device=scores.values.device)
+    seen, penalty = scores.values.gather(1, ids), _column(stage, "penalty", scores.values)
+    return Scores(scores.values.scatter(1, ids, torch.where(seen < 0, seen * penalty, seen / penalty)))
+
+
+def _top_k(stage: Sequence[Any], _: Any, scores: Scores) -> Scores:
+    values = scores.values
+    ks = [min(p.top_k, values.shape[1]) for p in stage]
+    best, index = values.topk(max(ks), dim=-1)
+    threshold = best.gather(1, torch.tensor([[k - 1] for k in ks], device=values.device))
+    kept = values >= threshold
+    # bf16 logits tie often, and stock keeps all that tie with the k-th.
+    most = int(kept.sum(-1).max())
+    if scores.index is not None or most > MAX_CANDIDATES:
+        return Scores(values.masked_fill(~kept, -float("inf")), scores.index)
+    if most > max(ks):
+        best, index = values.topk(most, dim=-1)
+    index, order = index.sort(-1)
+    best = best.gather(1, order)
+    return Scores(best.masked_fill(best < threshold, -float("inf")), index)
+
+
+def _by_equal_parameters(stage: Sequence[Any], _: Any, scores: Scores) -> Scores:
+    """Call stock's own class once for all rows that share its parameters (it treats rows independently)."""
+    groups: dict[Any, list[int]] = {}
+    for i, p in enumerate(stage):
+        groups.setdefault(tuple(sorted((k, v) for k, v in vars(p).items() if not k.startswith("_"))), []).append(i)
+    if len(groups) == 1:
+        return Scores(stage[0](None, scores.values), scores.index)
+    out = torch.empty_like(scores.values)
+    for rows in groups.values():
+        out[rows] = stage[rows[0]](None, scores.values[rows])
+    return Scores(out, scores.index)
+
+
+_STAGES: dict[type, Callable[[Sequence[Any], Sequence[Sequence[int]], Scores], Scores]] = {
+    stock.TemperatureLogitsWarper: _temperature,
+    stock.RepetitionPenaltyLogitsProcessor: _repetition_penalty,
+    stock.TopKLogitsWarper: _top_k,
+    stock.TopPLogitsWarper: _by_equal_parameters,
+    stock.MinPLogitsWarper: _by_equal_parameters,
+}
