@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import re
@@ -17,13 +18,16 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from .engine.engine import Engine, EngineConfig, StepOutput
 from .engine.loop import EngineLoop, Submission, interrupt_between_steps
+from .engine.sampler import Trace
+from .handover import refuse, stock_generate, stock_outputs
 from .model.conversion import adopt, still_adopted
 from .model.modeling import Lfm2CbForCausalLM
-from .options import GenerateOptions, make_requests, resolve_options
+from .options import CallOptions, GenerateOptions, UnsupportedOptionError, make_requests, resolve_options
 from .outputs import RequestEvent, RequestOutput
 from .prompts import check_token_ids, strip_padding, tokenize
 from .registration import infer_attention_mask, pad_token_id
@@ -94,39 +98,50 @@ class ContinuousBatchingGenerator:
     def generate(
         self,
         prompts: Any,
-        generation_config: GenerationConfig | None = None,
+        generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
         attention_mask: torch.Tensor | None = None,
         progress_bar: bool | None = None,
         streamer: Any = None,
         **generate_kwargs: Any,
-    ) -> list[RequestOutput] | torch.Tensor:
+    ) -> list[RequestOutput] | torch.Tensor | GenerateDecoderOnlyOutput:
         """Run prompts to their end.
 
         Args:
             prompts: strings, chats, token-id lists, a `datasets` column; or a left-padded `[batch, length]` tensor.
-            generation_config: as in stock `generate()`, whose resolution of defaults is followed.
+            generation_config: as in stock `generate()`, whose resolution of defaults is followed; or one a prompt.
             attention_mask: of a tensor input; inferred as stock does where absent.
             progress_bar: None: shown for 32 prompts or more, if transformers' progress bars are on.
             streamer: a transformers streamer, for a single prompt as in stock.
-            generate_kwargs: generation options; `max_new_tokens` may be a list with one entry a prompt, `seed` an
-                integer.
+            generate_kwargs: stock's generation options, `logits_processor`, `stopping_criteria`,
+                `prefix_allowed_tokens_fn` and `tokenizer` (for stop strings; ours by default) among them.
+                `max_new_tokens` may be a list with one entry a prompt. Ours: `seed`; `logprobs=k`.
         Returns:
             For a tensor, stock's `[batch × num_return_sequences, length]` tensor: prompts as given, answers padded on
-            the right. For anything else, a `RequestOutput` for each prompt (× num_return_sequences) in input order.
-            A request that failed alone has `finish_reason="error"` and its `error`.
+            the right; with `return_dict_in_generate`, stock's output class (the scores and logits of a sequence that
+            has ended are 0). For anything else, a `RequestOutput` for each prompt (× num_return_sequences) in input
+            order. A request that failed alone has `finish_reason="error"` and its `error`.
         Raises:
             PromptError, UnsupportedOptionError, RequestTooLarge: before anything is run.
             RuntimeError: a tensor input of which a request failed.
         """
         if isinstance(prompts, torch.Tensor):
             options = self.resolve(generation_config, generate_kwargs, len(prompts))
-            submission = self.enqueue(self._unpad(prompts, attention_mask, options), options, width=prompts.shape[-1])
+            token_ids = self._unpad(prompts, attention_mask, options)
+            if options.handed_over:
+                kwargs = self._for_stock(generate_kwargs, streamer)
+                return stock_generate(self.model, prompts, attention_mask, generation_config, options, kwargs)
+            submission = self.enqueue(token_ids, options, width=prompts.shape[-1])
             self.run(submission, progress_bar, streamer)
-            return self._as_tensor(prompts, submission, options)
+            return self._as_stock(prompts, submission, options)
         if attention_mask is not None:
             raise ValueError("attention_mask goes with a tensor of prompts")
         token_ids = tokenize(prompts, self.tokenizer)
         options = self.resolve(generation_config, generate_kwargs, len(token_ids))
+        if options.handed_over:
+            check_token_ids(token_ids, self.model.config.vocab_size, self.model.config.max_position_embeddings)
+            kwargs = self._for_stock(generate_kwargs, streamer)
+            outputs = stock_outputs(self.model, token_ids, generation_config, options, kwargs)
+            return [dataclasses.replace(output, text=self._text(output.token_ids)) for output in outputs]
         return self.run(self.enqueue(token_ids, options), progress_bar, streamer)
 
     def stream(
@@ -137,7 +152,9 @@ class ContinuousBatchingGenerator:
         Steps are run while the caller waits for the next event. Leaving the iteration cancels what is unfinished.
         """
         token_ids = tokenize(prompts, self.tokenizer)
-        submission = self.enqueue(token_ids, self.resolve(generation_config, generate_kwargs, len(token_ids)))
+        options = self.resolve(generation_config, generate_kwargs, len(token_ids))
+        refuse(options, "stream()")
+        submission = self.enqueue(token_ids, options)
         decoders = {m.request_id: (i, self._decoder()) for i, m in enumerate(submission.members)}
         return self._events(submission, decoders)
 
@@ -146,6 +163,7 @@ class ContinuousBatchingGenerator:
     ) -> RequestHandle:
         """Queue one prompt and return at once; it runs in the background beside whatever else runs."""
         options = self.resolve(generation_config, generate_kwargs, 1)
+        refuse(options, "submit()")
         if options.num_return_sequences != 1:
             raise ValueError("submit() runs one sequence; call it again for more")
         submission = self.enqueue(tokenize([prompt], self.tokenizer), options, first_index=next(self._num_submitted))
@@ -165,14 +183,18 @@ class ContinuousBatchingGenerator:
     # What the three are made of, and what the other faces build on
 
     def resolve(
-        self, generation_config: GenerationConfig | None, kwargs: dict[str, Any], num_prompts: int = 1
+        self,
+        generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
+        kwargs: dict[str, Any],
+        num_prompts: int = 1,
     ) -> GenerateOptions:
-        """Options of one call, resolved as stock does and checked; `seed` among them is ours."""
+        """Options of one call, resolved as stock does and checked."""
         kwargs = dict(kwargs)
-        seed = kwargs.pop("seed", None)
-        if seed is None:
-            seed = self.seed if self.seed is not None else int(torch.randint(2**62, ()))
-        return resolve_options(self.model, generation_config, num_prompts, seed, kwargs)
+        given = {f.name: kwargs.pop(f.name) for f in dataclasses.fields(CallOptions) if kwargs.get(f.name) is not None}
+        if "seed" not in given:
+            given["seed"] = self.seed if self.seed is not None else int(torch.randint(2**62, ()))
+        call = CallOptions(**{"tokenizer": self.tokenizer, **given})
+        return resolve_options(self.model, generation_config, num_prompts, call, kwargs)
 
     def enqueue(
         self,
@@ -225,12 +247,11 @@ class ContinuousBatchingGenerator:
     def _outputs(self, submission: Submission) -> Iterator[StepOutput]:
         """What happens to a submission, as it happens. Leaving early cancels what is unfinished."""
         try:
-            with interrupt_between_steps() as check:
-                while not submission.is_finished or submission.outputs:
-                    check()
-                    self._loop.wait(lambda: bool(submission.outputs))
-                    while submission.outputs:
-                        yield submission.outputs.popleft()
+            while not submission.is_finished or submission.outputs:
+                with interrupt_between_steps() as check:
+                    self._loop.wait(lambda: check() or bool(submission.outputs))
+                while submission.outputs:
+                    yield submission.outputs.popleft()
         finally:
             if not submission.is_finished:
                 self._cancel(submission)
@@ -252,28 +273,59 @@ class ContinuousBatchingGenerator:
         return None if self.tokenizer is None else IncrementalDecoder(self.tokenizer)
 
     def _output(self, request: Request) -> RequestOutput:
-        text = None
-        if self.tokenizer is not None:
-            text = self.tokenizer.decode(request.output_token_ids, skip_special_tokens=True)
         assert request.finish_reason is not None
+        trace: Trace = request.params.trace or Trace()
         return RequestOutput(
             request.prompt_token_ids,
             request.output_token_ids,
-            text,  # type: ignore[arg-type]  # decode() of one list gives one string
+            self._text(request.output_token_ids),
             request.finish_reason,
             request.metrics,
             request.error,
+            torch.stack(trace.scores) if trace.scores else None,
+            torch.stack(trace.logits) if trace.logits else None,
+            trace.logprobs if trace.num_logprobs is not None else None,
         )
 
-    def _as_tensor(self, prompts: torch.Tensor, submission: Submission, options: GenerateOptions) -> torch.Tensor:
+    def _text(self, token_ids: list[int]) -> str | None:
+        return None if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def _for_stock(self, generate_kwargs: dict[str, Any], streamer: Any) -> dict[str, Any]:
+        """The arguments of a call that is handed over, without those that are ours."""
+        ours = {f.name for f in dataclasses.fields(CallOptions)}
+        if generate_kwargs.get("logprobs") is not None:
+            raise UnsupportedOptionError("logprobs does not go with options that stock generate() has to run")
+        kept = {name: value for name, value in generate_kwargs.items() if name not in ours}
+        return {**kept, "streamer": streamer}
+
+    def _as_stock(
+        self, prompts: torch.Tensor, submission: Submission, options: GenerateOptions
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
         failed = next((m for m in submission.members if m.finish_reason is FinishReason.ERROR), None)
         if failed is not None:
             raise RuntimeError(f"generation failed: {failed.error!r}") from failed.error
         answers = [torch.tensor(member.output_token_ids, dtype=torch.long) for member in submission.members]
         pad = pad_token_id(options.config)
         padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=0 if pad is None else pad)
-        repeated = prompts.repeat_interleave(options.num_return_sequences, dim=0)
-        return torch.cat([repeated, padded.to(prompts.device)], dim=-1)
+        counts = torch.tensor([1 + request.num_siblings for request in submission.requests])
+        repeated = prompts.repeat_interleave(counts.to(prompts.device), dim=0)
+        sequences = torch.cat([repeated, padded.to(prompts.device)], dim=-1)
+        if not options.config.return_dict_in_generate:
+            return sequences
+        traces = [member.params.trace or Trace() for member in submission.members]
+        return GenerateDecoderOnlyOutput(
+            sequences=sequences,
+            scores=_by_step([trace.scores for trace in traces]) if options.config.output_scores else None,
+            logits=_by_step([trace.logits for trace in traces]) if options.config.output_logits else None,
+        )
+
+
+def _by_step(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """Per-request lists of `[vocab]` → stock's tuple of `[requests, vocab]`, one a step."""
+    nothing = torch.zeros_like(next(row[0] for row in rows if row))
+    return tuple(
+        torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in range(max(map(len, rows)))
+    )
 
 
 class RequestHandle:

@@ -1,4 +1,4 @@
-"""generate()'s options → per-request `Request`s. Every option is honoured, inert, or refused by name."""
+"""generate()'s options → `Request`s. Every option is honoured, handed to stock, inert, or refused by name."""
 
 from __future__ import annotations
 
@@ -9,23 +9,42 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from .engine.sampler import SamplingParams
+from .engine.sampler import SamplingParams, Trace
 from .registration import (
     ResolvedConfig,
     eos_token_ids,
     options_set,
     resolve_generation_config,
     stock_logits_processors,
+    stock_stopping_criteria,
 )
 from .scheduling.request import Request
 
-#: fields of GenerationConfig that the engine follows
+#: fields of GenerationConfig that the engine follows, request by request
 HONOURED = {
     "do_sample",
     "temperature",
     "top_k",
     "top_p",
     "min_p",
+    "typical_p",
+    "top_h",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "bad_words_ids",
+    "sequence_bias",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "renormalize_logits",
+    "remove_invalid_values",
+    "watermarking_config",
     "eos_token_id",
     "pad_token_id",
     "bos_token_id",
@@ -33,8 +52,16 @@ HONOURED = {
     "max_new_tokens",
     "min_length",
     "min_new_tokens",
+    "max_time",
+    "stop_strings",
     "num_return_sequences",
+    "return_dict_in_generate",
+    "output_scores",
+    "output_logits",
 }
+
+#: fields that ask for another way of decoding or for the network's insides: stock `generate()` does these, exactly
+HANDED_TO_STOCK = {"num_beams", "guidance_scale", "output_attentions", "output_hidden_states"}
 
 #: fields that do not change which tokens come out: they say how stock computes, or belong to another option
 INERT = {
@@ -60,57 +87,102 @@ class UnsupportedOptionError(ValueError):
 
 
 @dataclass(frozen=True)
-class GenerateOptions:
-    """One call's options, resolved as stock `generate()` resolves them."""
+class CallOptions:
+    """What `generate()` takes besides a GenerationConfig, for a whole call.
 
-    resolved: ResolvedConfig
-    max_new_tokens: Sequence[int] | None  # one a prompt, where the caller gave a list
-    seed: int
+    Processors and criteria are called as stock calls them for one prompt: `[1, length]` history, `[1, vocab]` scores.
+    """
+
+    logits_processor: Sequence[Any] = ()
+    stopping_criteria: Sequence[Any] = ()
+    prefix_allowed_tokens_fn: Callable[[int, Any], list[int]] | None = None
+    tokenizer: Any = None  # for stop strings
+    logprobs: int | None = None  # how many of the likeliest tokens to report beside each generated one
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.logprobs is not None and (not isinstance(self.logprobs, int) or self.logprobs < 0):
+            raise ValueError(f"logprobs must be a number of tokens, 0 or more, got {self.logprobs!r}")
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """One call's options, resolved as stock `generate()` resolves them.
+
+    Attributes:
+        resolved: one for the whole call, or one a prompt.
+        max_new_tokens: one a prompt, where the caller gave a list.
+    """
+
+    resolved: Sequence[ResolvedConfig]
+    max_new_tokens: Sequence[int] | None
+    call: CallOptions
+
+    def of_prompt(self, index: int) -> ResolvedConfig:
+        return self.resolved[index if len(self.resolved) > 1 else 0]
 
     @property
     def config(self) -> GenerationConfig:
-        return self.resolved.config
+        """The call's config (the first prompt's, where each has its own)."""
+        return self.resolved[0].config
 
     @property
     def num_return_sequences(self) -> int:
         return self.config.num_return_sequences or 1
 
+    @property
+    def handed_over(self) -> list[str]:
+        """Names of the options that only stock `generate()` can do."""
+        return sorted({name for r in self.resolved for name in options_set(r.config) if name in HANDED_TO_STOCK})
+
 
 def resolve_options(
     model: PreTrainedModel,
-    generation_config: GenerationConfig | None,
+    generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
     num_prompts: int,
-    seed: int,
+    call: CallOptions,
     kwargs: dict[str, Any],
 ) -> GenerateOptions:
     """Resolve and check one call's options.
 
-    Raises: UnsupportedOptionError; ValueError: `max_new_tokens` of the wrong length or not positive.
+    Raises: UnsupportedOptionError; TypeError; ValueError: a list with not one entry a prompt, a limit below 1.
     """
-    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
-        raise TypeError(f"generation_config must be a GenerationConfig, got {type(generation_config).__name__}")
-    kwargs = dict(kwargs)
-    per_prompt = None
+    configs = list(generation_config) if isinstance(generation_config, (list, tuple)) else [generation_config]
+    for config in configs:
+        if config is not None and not isinstance(config, GenerationConfig):
+            raise TypeError(f"generation_config must be a GenerationConfig, got {type(config).__name__}")
+    if isinstance(generation_config, (list, tuple)) and len(configs) != num_prompts:
+        raise ValueError(f"generation_config has {len(configs)} entries for {num_prompts} prompts")
+    kwargs, limits = dict(kwargs), None
     if isinstance(kwargs.get("max_new_tokens"), (list, tuple)):
-        per_prompt = list(kwargs.pop("max_new_tokens"))
-        if len(per_prompt) != num_prompts:
-            raise ValueError(f"max_new_tokens has {len(per_prompt)} entries for {num_prompts} prompts")
-        kwargs["max_new_tokens"] = max(per_prompt, default=1)
-    resolved = resolve_generation_config(model, generation_config, kwargs)
-    unknown = sorted(name for name, value in resolved.leftovers.items() if value is not None)
+        limits = list(kwargs.pop("max_new_tokens"))
+        if len(limits) != num_prompts:
+            raise ValueError(f"max_new_tokens has {len(limits)} entries for {num_prompts} prompts")
+        kwargs["max_new_tokens"] = max(limits, default=1)
+    # A config object given for many prompts is resolved once.
+    known: dict[int, ResolvedConfig] = {}
+    for config in configs or [None]:
+        if id(config) not in known:
+            known[id(config)] = _resolve(model, config, kwargs)
+    for value in limits or []:
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"max_new_tokens must be a positive integer, got {value!r}")
+    return GenerateOptions([known[id(config)] for config in configs or [None]], limits, call)
+
+
+def _resolve(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> ResolvedConfig:
+    resolved = resolve_generation_config(model, config, kwargs)
+    insides = ("output_attentions", "output_hidden_states")  # stock moves these to the forward's arguments
+    unknown = sorted(k for k, value in resolved.leftovers.items() if value is not None and k not in insides)
     if unknown:
         raise UnsupportedOptionError(f"unknown or unsupported option(s): {', '.join(unknown)}")
-    _check_fields(resolved.config)
-    for value in per_prompt or [resolved.config.max_new_tokens]:
-        if value is not None and (not isinstance(value, int) or value < 1):
-            raise ValueError(f"max_new_tokens must be a positive integer, got {value!r}")
-    return GenerateOptions(resolved, per_prompt, seed)
-
-
-def _check_fields(config: GenerationConfig) -> None:
-    for name, value in options_set(config).items():
-        if name not in HONOURED and name not in INERT:
+    for name, value in options_set(resolved.config).items():
+        if name not in HONOURED | HANDED_TO_STOCK | INERT:
             raise UnsupportedOptionError(f"{name}={value!r} is not supported by the continuous-batching generator")
+    limit = resolved.config.max_new_tokens
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"max_new_tokens must be a positive integer, got {limit!r}")
+    return resolved
 
 
 def make_requests(
@@ -127,18 +199,44 @@ def make_requests(
     """
     requests = []
     for index, ids in enumerate(token_ids, first_index):
+        resolved = options.of_prompt(index)
         padding = 0 if width is None else width - len(ids)
         limit = max_new_tokens(options, index, len(ids), padding, model.config.max_position_embeddings)
-        family = []
-        for i in range(options.num_return_sequences):
-            seed = sequence_seed(options.seed, index, i)
-            processors = stock_logits_processors(model, options.config, ids, limit, padding)
-            params = SamplingParams(bool(options.config.do_sample), seed, eos_token_ids(options.config), processors)
-            family.append(Request(next_id(), list(ids), limit, params=params))
-        first, *rest = family
+        first, *rest = (
+            Request(next_id(), list(ids), limit, params=_params(model, options, index, i, ids, limit, padding))
+            for i in range(resolved.config.num_return_sequences or 1)
+        )
         first.adopt_forks(rest)
         requests.append(first)
     return requests
+
+
+def _params(
+    model: PreTrainedModel,
+    options: GenerateOptions,
+    index: int,
+    sequence: int,
+    ids: Sequence[int],
+    limit: int,
+    padding: int,
+) -> SamplingParams:
+    config, call = options.of_prompt(index).config, options.call
+    allowed = call.prefix_allowed_tokens_fn
+    if allowed is not None:  # it asks for the prompt's number; a processor that sees one row would always say 0
+        allowed = _numbered(allowed, index)
+    processors = stock_logits_processors(model, config, ids, limit, padding, call.logits_processor, allowed)
+    criteria = stock_stopping_criteria(model, config, call.stopping_criteria, call.tokenizer)
+    in_dict = bool(config.return_dict_in_generate)
+    trace = Trace(in_dict and bool(config.output_scores), in_dict and bool(config.output_logits), call.logprobs)
+    keeps = trace.keep_scores or trace.keep_logits or trace.num_logprobs is not None
+    seed = sequence_seed(call.seed, index, sequence)
+    return SamplingParams(
+        bool(config.do_sample), seed, eos_token_ids(config), processors, criteria, trace if keeps else None
+    )
+
+
+def _numbered(allowed: Callable[[int, Any], list[int]], index: int) -> Callable[[int, Any], list[int]]:
+    return lambda _, ids: allowed(index, ids)
 
 
 def max_new_tokens(
@@ -148,12 +246,13 @@ def max_new_tokens(
 
     Raises: ValueError: nothing may be generated, or the model's positions do not suffice; with the numbers.
     """
-    config = options.config
+    resolved = options.of_prompt(index)
+    config = resolved.config
     if options.max_new_tokens is not None:
         limit = options.max_new_tokens[index]
     elif config.max_new_tokens is not None:
         limit = config.max_new_tokens
-    elif options.resolved.has_default_max_length:
+    elif resolved.has_default_max_length:
         limit = min(config.max_length, max_position_embeddings - prompt_length)
     else:
         limit = config.max_length - prompt_length - padding

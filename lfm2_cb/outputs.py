@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
+from .engine.sampler import TokenLogprobs
 from .scheduling.request import FinishReason, RequestMetrics
 
 
@@ -18,6 +21,8 @@ class RequestOutput:
         finish_reason: "stop", "length", "cancelled" or "error".
         metrics: times and what the cache saved.
         error: what went wrong, where `finish_reason` is "error".
+        scores, logits: `[tokens, vocab]` fp32, where `output_scores`, `output_logits` asked for them.
+        logprobs: one `TokenLogprobs` a token, where `logprobs=k` asked for them.
     """
 
     prompt_token_ids: list[int]
@@ -26,6 +31,9 @@ class RequestOutput:
     finish_reason: FinishReason
     metrics: RequestMetrics = field(repr=False)
     error: BaseException | None = None
+    scores: torch.Tensor | None = field(default=None, repr=False)
+    logits: torch.Tensor | None = field(default=None, repr=False)
+    logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from transformers import TextGenerationPipeline
 from transformers.pipelines.pt_utils import KeyDataset
 
 from .generator import ContinuousBatchingGenerator
+from .handover import refuse
 from .options import GenerateOptions
 from .prompts import PromptError, strip_padding
 from .scheduling.request import FinishReason
@@ -90,7 +91,9 @@ class _Call:
             for length, new_tokens in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
                 if length in given and new_tokens not in given:
                     kwargs[length] = given[length] + prefix_length
-        return pipe.generator.resolve(kwargs.pop("generation_config", None), kwargs)
+        options = pipe.generator.resolve(kwargs.pop("generation_config", None), kwargs)
+        refuse(options, 'the pipeline with generator="cb"')
+        return options
 
     def enqueue(self, items: list[Any]) -> tuple[list[dict[str, Any]], Any]:
         """Queue inputs together; `collect` waits for them."""

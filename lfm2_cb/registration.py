@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig, Lfm2Config, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from transformers.pipelines import PIPELINE_REGISTRY
 
 from .model.configuration import Lfm2CbConfig
@@ -133,6 +134,8 @@ def stock_logits_processors(
     config = copy.copy(config)
     if config.min_new_tokens is None and config.min_length:
         config.min_length = max(0, config.min_length - padding)
+    elif config.min_new_tokens is not None:
+        config.min_length = config.min_new_tokens + len(prompt_token_ids)
     config.max_length = len(prompt_token_ids) + max_new_tokens  # what ForcedEOS looks at
     return list(
         model._get_logits_processor(
@@ -144,3 +147,15 @@ def stock_logits_processors(
             device=model.device,
         )
     )
+
+
+def stock_stopping_criteria(
+    model: PreTrainedModel, config: GenerationConfig, user_criteria: Sequence[Any], tokenizer: Any
+) -> list[Any]:
+    """The criteria stock builds, but for length and end of sequence, which the engine looks at itself.
+
+    Raises: ValueError: stop strings without a tokenizer.
+    """
+    criteria = model._get_stopping_criteria(config, list(user_criteria), tokenizer=tokenizer)
+    ours = (MaxLengthCriteria, EosTokenCriteria)
+    return [c for c in criteria if not isinstance(c, ours) or any(c is given for given in user_criteria)]

@@ -236,7 +236,7 @@ def test_streamer_sees_what_stocks_would(demo, demo_stock):
         ([[5]], {"max_new_tokens": 0}, ValueError, "max_new_tokens"),
         ([[5]], {"max_new_tokens": [1, 2]}, ValueError, "2 entries for 1 prompts"),
         ([[5]], {"max_new_token": 3}, UnsupportedOptionError, "max_new_token"),
-        ([[5]], {"num_beams": 4}, UnsupportedOptionError, "num_beams"),
+        ([[5]], {"penalty_alpha": 0.6}, UnsupportedOptionError, "penalty_alpha"),
         ([[5]], {"generation_config": {"do_sample": True}}, TypeError, "GenerationConfig"),
         ([[5]], {"temperature": -1.0, "do_sample": True}, ValueError, "temperature"),
         ([[5] * 9], {"max_length": 4}, ValueError, "max_length"),

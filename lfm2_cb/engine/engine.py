@@ -238,7 +238,9 @@ def end_reason(request: Request, token_ids: list[int]) -> FinishReason | None:
         return FinishReason.STOP
     if params.stopping_criteria:
         history = history_tensor(token_ids)
-        if any(bool(torch.as_tensor(ends(history, None)).all()) for ends in params.stopping_criteria):
+        kept = params.trace.scores if params.trace is not None else []
+        scores = tuple(row.unsqueeze(0) for row in kept) or None
+        if any(bool(torch.as_tensor(ends(history, scores)).all()) for ends in params.stopping_criteria):
             return FinishReason.STOP
     if len(token_ids) >= request.max_num_tokens:
         return FinishReason.LENGTH

@@ -9,14 +9,53 @@ from typing import Any
 
 import torch
 
+from .warpers import Scores, can_batch, process_rows, signature
+
 #: as transformers' `LogitsProcessor`: (`[1, length]` token ids so far, `[1, vocab]` fp32 scores) → scores
 LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-#: as transformers' `StoppingCriteria`: the same arguments → whether each row ends
+#: as transformers' `StoppingCriteria`: (token ids, scores so far or None) → whether each row ends
 StoppingCriterion = Callable[[torch.Tensor, Any], Any]
 
 
 class BadLogits(ValueError):
     """A row's logits or processed scores leave nothing to choose from."""
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Of one generated token, under the model's own distribution (before any processor).
+
+    Attributes:
+        logprob: natural logarithm of the token's probability.
+        top: the k likeliest token ids with their log-probabilities, likeliest first.
+    """
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass
+class Trace:
+    """What a request asked to keep of each of its tokens. Grows with its own length, and ends with it."""
+
+    keep_scores: bool = False
+    keep_logits: bool = False
+    num_logprobs: int | None = None
+    scores: list[torch.Tensor] = field(default_factory=list)  # processed, `[vocab]` fp32
+    logits: list[torch.Tensor] = field(default_factory=list)  # raw, `[vocab]` fp32
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    def add(self, token: int, logits: torch.Tensor, scores: torch.Tensor) -> None:
+        if self.keep_scores:
+            self.scores.append(scores.clone())
+        if self.keep_logits:
+            self.logits.append(logits.clone())
+        if self.num_logprobs is not None:
+            logprobs = logits.log_softmax(-1)
+            values, ids = logprobs.topk(self.num_logprobs)
+            top = list(zip(ids.tolist(), values.tolist(), strict=True))
+            self.logprobs.append(TokenLogprobs(token, float(logprobs[token]), top))
 
 
 @dataclass
@@ -29,6 +68,7 @@ class SamplingParams:
         eos_token_ids: tokens that end the request, themselves included in the output.
         processors: applied to the logits in order, before choosing.
         stopping_criteria: asked after every token.
+        trace: what to keep of each token, or None.
     """
 
     do_sample: bool = False
@@ -36,6 +76,7 @@ class SamplingParams:
     eos_token_ids: frozenset[int] = frozenset()
     processors: Sequence[LogitsProcessor] = ()
     stopping_criteria: Sequence[StoppingCriterion] = ()
+    trace: Trace | None = None
     rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -48,38 +89,37 @@ def history_tensor(token_ids: Sequence[int], device: torch.device | str = "cpu")
 
 
 def process(params: SamplingParams, token_ids: Sequence[int], scores: torch.Tensor) -> torch.Tensor:
-    """Apply the request's processors to `scores` `[vocab]`, given all its tokens so far."""
-    history, row = history_tensor(token_ids, scores.device), scores.unsqueeze(0)
+    """Apply the request's processors to `scores` `[1, vocab]`, given all its tokens so far: the readable reference."""
+    history = history_tensor(token_ids, scores.device)
     for processor in params.processors:
-        row = processor(history, row)
-    return row.squeeze(0)
+        scores = processor(history, scores)
+    return scores
 
 
 def draw(scores: torch.Tensor, rngs: Sequence[random.Random]) -> list[int | Exception]:
-    """Draw one token a row from softmax(scores) `[rows, vocab]` with one uniform number of each row's own generator.
+    """Draw one place a row from softmax(scores) `[rows, n]` with one uniform number of each row's own generator.
 
-    By inversion of the cumulative distribution, in fp64: a token of probability 0 is never drawn.
+    By inversion of the cumulative distribution, in fp64: a place of probability 0 is never drawn.
     """
     cumulative = torch.softmax(scores.double(), dim=-1).cumsum(-1)
     total = cumulative[:, -1:]
     uniform = torch.tensor([[rng.random()] for rng in rngs], dtype=torch.float64, device=scores.device)
-    # `right` steps over tokens that add nothing; rounding must not step over the last one that adds something.
-    tokens = torch.searchsorted(
-        cumulative, (uniform * total).clamp(max=total.nextafter(torch.zeros_like(total))), right=True
-    )
-    return _checked(tokens.squeeze(1), total.squeeze(1))
+    # `right` steps over places that add nothing; rounding must not step over the last one that adds something.
+    target = (uniform * total).clamp(max=total.nextafter(torch.zeros_like(total)))
+    places = torch.searchsorted(cumulative, target, right=True)
+    return _checked(places.squeeze(1), total.squeeze(1))
 
 
 def take_best(scores: torch.Tensor) -> list[int | Exception]:
-    """The most likely token of every row of `[rows, vocab]`."""
-    best, tokens = scores.max(-1)
-    return _checked(tokens, best)
+    """The most likely place of every row of `[rows, n]`."""
+    best, places = scores.max(-1)
+    return _checked(places, best)
 
 
-def _checked(tokens: torch.Tensor, evidence: torch.Tensor) -> list[int | Exception]:
-    """Tokens, or BadLogits where the value that chose one is not finite (NaN anywhere in a row shows in it)."""
+def _checked(places: torch.Tensor, evidence: torch.Tensor) -> list[int | Exception]:
+    """Places, or BadLogits where the value that chose one is not finite (NaN anywhere in a row shows in it)."""
     good = evidence.isfinite().tolist()
-    return [token if ok else BadLogits("no finite logits") for token, ok in zip(tokens.tolist(), good, strict=True)]
+    return [place if ok else BadLogits("no finite logits") for place, ok in zip(places.tolist(), good, strict=True)]
 
 
 def sample(
@@ -94,24 +134,39 @@ def sample(
     Returns:
         For every row its token, or what went wrong in it; no row's failure touches another.
     """
-    if not any(p.do_sample or p.processors for p in params):
+    if not any(p.do_sample or p.processors or p.trace for p in params):
         return take_best(logits)
-    scores: list[torch.Tensor] = []
-    failures: dict[int, Exception] = {}
+    groups: dict[object, list[int]] = {}
     for i, p in enumerate(params):
-        row = logits[i]
-        if p.processors:
-            try:
-                row = process(p, histories[i], row)
-            except Exception as error:
-                failures[i] = error
-        scores.append(row)
-    table = torch.stack(scores)
-    tokens = take_best(table)
-    sampled = [i for i, p in enumerate(params) if p.do_sample and i not in failures]
-    if sampled:
-        for i, token in zip(sampled, draw(table[sampled], [params[i].rng for i in sampled]), strict=True):
+        groups.setdefault(signature(p.processors) if can_batch(p.processors) else i, []).append(i)
+    tokens: list[int | Exception] = [0] * len(params)
+    for key, rows in groups.items():
+        members = [params[i] for i in rows]
+        own_logits = logits if len(rows) == len(params) else logits[rows]
+        try:
+            if isinstance(key, tuple):
+                scores = process_rows([p.processors for p in members], [histories[i] for i in rows], own_logits)
+            else:
+                scores = Scores(process(members[0], histories[rows[0]], own_logits.clone()))
+            chosen = _choose(scores, members)
+        except Exception as error:  # a user's processor, alone in its group
+            chosen = [error] * len(rows)
+        for j, (i, token) in enumerate(zip(rows, chosen, strict=True)):
             tokens[i] = token
-    for i, failure in failures.items():
-        tokens[i] = failure
+            trace = params[i].trace
+            if trace is not None and not isinstance(token, Exception):
+                trace.add(token, own_logits[j], scores.full(logits.shape[-1])[j])
     return tokens
+
+
+def _choose(scores: Scores, params: Sequence[SamplingParams]) -> list[int | Exception]:
+    places = take_best(scores.values)
+    sampled = [j for j, p in enumerate(params) if p.do_sample]
+    if sampled:
+        values = scores.values if len(sampled) == len(params) else scores.values[sampled]
+        for j, place in zip(sampled, draw(values, [params[j].rng for j in sampled]), strict=True):
+            places[j] = place
+    if scores.index is None:
+        return places
+    ids = scores.index.tolist()
+    return [place if isinstance(place, Exception) else ids[j][place] for j, place in enumerate(places)]

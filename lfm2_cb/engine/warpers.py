@@ -46,9 +46,7 @@ def signature(processors: Sequence[Any]) -> tuple[type, ...]:
     return tuple(type(p) for p in processors)
 
 
-def process_rows(
-    rows: Sequence[Sequence[Any]], histories: Sequence[Sequence[int]], scores: torch.Tensor
-) -> Scores:
+def process_rows(rows: Sequence[Sequence[Any]], histories: Sequence[Sequence[int]], scores: torch.Tensor) -> Scores:
     """Apply each row's processors, all rows having the same signature.
 
     Args:

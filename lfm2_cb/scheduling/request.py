@@ -53,6 +53,7 @@ class Request:
 
     forks: list[Request] = field(init=False, default_factory=list)  # siblings that start from this one's prompt
     fork_of: Request | None = field(init=False, default=None)
+    num_siblings: int = field(init=False, default=0)  # how many forks there were
     token_ids: list[int] = field(init=False)  # prompt, then output
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -73,7 +74,7 @@ class Request:
 
     def adopt_forks(self, children: list[Request]) -> None:
         """Let requests for the same prompt start from this one's computed prompt. Before either is queued."""
-        self.forks = list(children)
+        self.forks, self.num_siblings = list(children), len(children)
         for child in children:
             child.fork_of = self
 
