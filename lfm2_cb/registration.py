@@ -45,8 +45,9 @@ def register() -> None:
     AutoConfig.register(Lfm2CbConfig.model_type, Lfm2CbConfig, exist_ok=True)
     AutoModel.register(Lfm2CbConfig, Lfm2CbModel, exist_ok=True)
     AutoModelForCausalLM.register(Lfm2CbConfig, Lfm2CbForCausalLM, exist_ok=True)
-    for name in (Lfm2CbConfig.model_type, Lfm2CbForLfm2Checkpoints.__name__):
-        register_checkpoint_conversion_mapping(name, weight_conversions(), overwrite=True)
+    # Under the name of the class that holds the layers: whatever wraps it is converted, and no stock class ever is.
+    # (A stock model that reads one of our saves takes over our model type, so that would not tell them apart.)
+    register_checkpoint_conversion_mapping(Lfm2CbModel.__name__, weight_conversions(), overwrite=True)
     # A dotted string is resolved only when a text-generation pipeline is made; the class returns the stock pipeline
     # unless generator= is given. (`register_pipeline` would leave a mark in every saved config.)
     PIPELINE_REGISTRY.supported_tasks["text-generation"]["impl"] = "lfm2_cb.pipeline.ContinuousBatchingPipeline"

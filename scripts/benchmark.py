@@ -148,15 +148,35 @@ def machine(dtype: torch.dtype) -> dict[str, float]:
     }
 
 
+def sampling_overhead(generator: ContinuousBatchingGenerator, repeats: int) -> float:
+    """What choosing tokens with a repetition penalty and top-p adds to a step of 64 rows, as a share of it.
+
+    Greedy and sampling alternate; a step's time is the median gap between two tokens.
+    """
+    rng = random.Random(0)
+    prompts = [[rng.randrange(10, 4000) for _ in range(rng.randrange(16, 48))] for _ in range(64)]
+    options = {"do_sample": True, "repetition_penalty": 1.2, "top_p": 0.9, "seed": 0}
+
+    def step_seconds(**kwargs) -> float:
+        times: list[list[float]] = [[] for _ in prompts]
+        for event in generator.stream(prompts, max_new_tokens=10, eos_token_id=None, **kwargs):
+            times[event.index] += [time.perf_counter()] * len(event.token_ids)
+        return statistics.median(b - a for t in times for a, b in itertools.pairwise(t))
+
+    ratios = [step_seconds(**options) / step_seconds(do_sample=False) for _ in range(repeats + 1)][1:]
+    return statistics.median(ratios) - 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="random-350m", help='checkpoint path, "tiny" or "random-350m"')
-    parser.add_argument("--workloads", nargs="+", default=list(STOCK_BATCHES), choices=list(STOCK_BATCHES))
+    parser.add_argument("--workloads", nargs="*", default=list(STOCK_BATCHES), choices=list(STOCK_BATCHES))
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: what this hardware multiplies best")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--stock-batch", type=int, nargs="+", help="batch sizes for stock to try")
     parser.add_argument("--no-stock", action="store_true")
     parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--sampling-overhead", action="store_true", help="of repetition_penalty + top_p, 64 rows")
     parser.add_argument("--cache-memory", default="2GiB")
     parser.add_argument("--max-batch-tokens", type=int, default=2048)
     parser.add_argument("--json", help="file to write all readings to")
@@ -198,6 +218,9 @@ def main() -> None:
             flush=True,
         )
         report["workloads"][name] = {"ours": [asdict(r) for r in ours], "stock": [asdict(r) for r, _ in stock]}
+    if args.sampling_overhead:
+        report["sampling_overhead"] = sampling_overhead(generator, args.repeats)
+        print(f"repetition_penalty + top_p add {report['sampling_overhead']:.1%} to a step of 64 rows")
     report["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"peak RSS {report['peak_rss_mb']:.0f} MB (both engines, one copy of the weights)")
     if args.json:

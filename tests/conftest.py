@@ -2,6 +2,10 @@ import os
 import sys
 from pathlib import Path
 
+# Threads that spin at every barrier make many small operations a hundred times slower on a machine that is shared.
+# (Read when torch loads its OpenMP library, so before anything imports torch.)
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import pytest
 import torch
 

@@ -82,15 +82,15 @@ def _repetition_penalty(stage: Sequence[Any], histories: Sequence[Sequence[int]]
 def _top_k(stage: Sequence[Any], _: Any, scores: Scores) -> Scores:
     values = scores.values
     ks = [min(p.top_k, values.shape[1]) for p in stage]
-    best, index = values.topk(max(ks), dim=-1)
+    most = max(ks)
+    best, index = values.topk(min(most + 1, values.shape[1]), dim=-1)
     threshold = best.gather(1, torch.tensor([[k - 1] for k in ks], device=values.device))
-    kept = values >= threshold
-    # bf16 logits tie often, and stock keeps all that tie with the k-th.
-    most = int(kept.sum(-1).max())
-    if scores.index is not None or most > MAX_CANDIDATES:
-        return Scores(values.masked_fill(~kept, -float("inf")), scores.index)
-    if most > max(ks):
+    # Stock keeps all that tie with the k-th (bf16 logits tie often), and they may not all be among the candidates.
+    if best.shape[1] > most and bool((best[:, -1:] >= threshold).any()):
+        most = int((values >= threshold).sum(-1).max())
         best, index = values.topk(most, dim=-1)
+    if scores.index is not None or most > MAX_CANDIDATES:
+        return Scores(values.masked_fill(values < threshold, -float("inf")), scores.index)
     index, order = index.sort(-1)
     best = best.gather(1, order)
     return Scores(best.masked_fill(best < threshold, -float("inf")), index)

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Lfm2ForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
+
+from ..ops.linear import PackedLinear
 
 if TYPE_CHECKING:
     from .modeling import Lfm2CbForCausalLM
@@ -25,7 +27,7 @@ FUSED = {
 }
 
 
-class FusedLinear(nn.Linear):
+class FusedLinear(PackedLinear):
     """Several bias-free linears of one input, stacked: `parts` names each with its output width."""
 
     def __init__(self, in_features: int, parts: dict[str, int]) -> None:
@@ -102,9 +104,9 @@ def adopt(stock: PreTrainedModel, model_class: type[Lfm2CbForCausalLM]) -> Lfm2C
     views into the stack, so the stock model stays usable and in-place updates of either are seen by both.
 
     Args:
-        stock: a `transformers.Lfm2ForCausalLM` whose projections are plain `nn.Linear`.
+        stock: a `transformers.Lfm2ForCausalLM` with nothing swapped or wrapped in it.
     Raises:
-        TypeError: a projection is not a plain `nn.Linear` (a quantised or adapter-wrapped model).
+        TypeError: a layer or weight is not stock's own (a quantised or adapter-wrapped model).
         ValueError: a parameter is on the meta device (offloaded by accelerate).
     """
     _check_adoptable(stock)
@@ -134,10 +136,12 @@ def still_adopted(stock: PreTrainedModel, model: Lfm2CbForCausalLM) -> bool:
     source = dict(stock.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
         if isinstance(module, FusedLinear):
-            first = source[f"{name.rpartition('.')[0]}.{next(iter(module.parts))}.weight"]
-            if first.data_ptr() != module.weight.data_ptr():
+            parent = name.rpartition(".")[0]
+            parts = [source.get(f"{parent}.{part}.weight") for part in module.parts]
+            views = module.weight.split(list(module.parts.values()))
+            if any(p is None or p.data_ptr() != view.data_ptr() for p, view in zip(parts, views, strict=True)):
                 return False
-        elif any(source[f"{name}.{leaf}"] is not p for leaf, p in module._parameters.items() if p is not None):
+        elif any(source.get(f"{name}.{leaf}") is not p for leaf, p in module._parameters.items() if p is not None):
             return False
     return True
 
@@ -152,13 +156,18 @@ def _stack_in_place(parts: list[nn.Parameter]) -> nn.Parameter:
 
 
 def _check_adoptable(stock: PreTrainedModel) -> None:
-    for name, module in stock.named_modules():
-        leaf = name.rpartition(".")[2]
-        if (leaf.endswith("_proj") or leaf in ("w1", "w2", "w3")) and type(module) is not nn.Linear:
+    with torch.device("meta"):
+        plain = Lfm2ForCausalLM(stock.config)
+    found = dict(stock.named_modules())
+    for name, module in plain.named_modules():
+        kind = type(found.get(name))
+        if name and kind is not type(module):
             raise TypeError(
-                f"{name} is a {type(module).__name__}, not a plain nn.Linear: merge adapters and load without "
+                f"{name} is a {kind.__name__}, not a plain {type(module).__name__}: merge adapters and load without "
                 "quantisation before handing the model to lfm2_cb"
             )
     for name, parameter in stock.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name} is offloaded (meta device); load the model whole to use lfm2_cb")
+        if type(parameter.data) is not torch.Tensor:
+            raise TypeError(f"{name} is a {type(parameter.data).__name__}: load without quantisation to use lfm2_cb")

@@ -27,6 +27,7 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ..ops.linear import PackedLinear
 from .configuration import Lfm2CbConfig, ffn_width, head_dim, layers_of_type, rope_theta, rope_type
 from .conversion import FusedLinear, fuse_stock_names
 from .padded_state import PaddedState
@@ -121,7 +122,7 @@ class Lfm2CbMLP(nn.Module):
         super().__init__()
         width = ffn_width(config)
         self.w13 = FusedLinear(config.hidden_size, {"w1": width, "w3": width})
-        self.w2 = nn.Linear(width, config.hidden_size, bias=False)
+        self.w2 = PackedLinear(width, config.hidden_size, bias=False)
         self.register_load_state_dict_pre_hook(fuse_stock_names)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -146,7 +147,7 @@ class Lfm2CbAttention(nn.Module):
         self.qkv_proj = FusedLinear(
             config.hidden_size, dict(zip(("q_proj", "k_proj", "v_proj"), self.split_sizes, strict=True))
         )
-        self.out_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+        self.out_proj = PackedLinear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
         self.q_layernorm = Lfm2CbRMSNorm(self.head_dim, config.norm_eps)
         self.k_layernorm = Lfm2CbRMSNorm(self.head_dim, config.norm_eps)
         self.register_load_state_dict_pre_hook(fuse_stock_names)
@@ -171,8 +172,8 @@ class Lfm2CbShortConv(nn.Module):
         self.kernel_size = config.conv_L_cache
         hidden, bias = config.hidden_size, config.conv_bias
         self.conv = nn.Conv1d(hidden, hidden, self.kernel_size, groups=hidden, bias=bias, padding=self.kernel_size - 1)
-        self.in_proj = nn.Linear(hidden, 3 * hidden, bias=bias)
-        self.out_proj = nn.Linear(hidden, hidden, bias=bias)
+        self.in_proj = PackedLinear(hidden, 3 * hidden, bias=bias)
+        self.out_proj = PackedLinear(hidden, hidden, bias=bias)
 
     @force_accelerate_hooks("conv")
     def forward(self, x: torch.Tensor, state: SequenceState) -> torch.Tensor:
@@ -218,6 +219,10 @@ class Lfm2CbPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": Lfm2CbDecoderLayer, "attentions": Lfm2CbAttention}
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        return True  # transformers looks for the call in this file's text, and it is in padded_state.py
 
 
 class Lfm2CbModel(Lfm2CbPreTrainedModel):
@@ -290,7 +295,7 @@ class Lfm2CbForCausalLM(Lfm2CbPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = Lfm2CbModel(config)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = PackedLinear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple

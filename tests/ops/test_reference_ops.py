@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lfm2_cb.ops.attention import paged_attention
+from lfm2_cb.ops.linear import TRANSPOSED_ROWS, PackedLinear, transposed_linear
 from lfm2_cb.ops.short_conv import ragged_short_conv
 
 
@@ -60,3 +61,25 @@ def test_ragged_short_conv_equals_one_convolution_a_sequence(kernel, bias):
         start += n
     got = ragged_short_conv(torch.cat([states.flatten(0, 1), x]), taps, weight, b)
     torch.testing.assert_close(got, torch.cat(expected))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 63, 256, 300])
+@pytest.mark.parametrize("bias", [True, False])
+def test_transposed_linear_equals_linear(rows, bias):
+    torch.manual_seed(rows)
+    layer = PackedLinear(48, 70, bias=bias)
+    x = torch.randn(rows, 48)
+    expected = F.linear(x, layer.weight, layer.bias)
+    got = transposed_linear(x, layer.weight, layer.bias)
+    assert got.is_contiguous()
+    torch.testing.assert_close(got, expected)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), expected)
+        layer.transposed = False
+        assert torch.equal(layer(x), expected)
+
+
+def test_training_keeps_the_plain_product():
+    layer = PackedLinear(8, 8)
+    layer(torch.randn(max(TRANSPOSED_ROWS), 8)).sum().backward()
+    assert layer.weight.grad is not None and layer(torch.randn(2, 3, 8)).shape == (2, 3, 8)
