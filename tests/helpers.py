@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 import lfm2_cb
-from lfm2_cb.model.conversion import adopt
+from lfm2_cb.model.conversion import FUSED, adopt
 from lfm2_cb.model.modeling import Lfm2CbForCausalLM
 
 
@@ -56,6 +56,22 @@ def random_stock(seed: int, **overrides) -> Lfm2ForCausalLM:
 
 def ours(stock: Lfm2ForCausalLM) -> Lfm2CbForCausalLM:
     return adopt(stock, Lfm2CbForCausalLM).eval()
+
+
+def ids(seed: int, batch: int = 3, length: int = 9) -> torch.Tensor:
+    """Random token ids that every random config has, none of them special."""
+    return torch.randint(3, 60, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def fuse_gradients(stock: Lfm2ForCausalLM) -> dict[str, torch.Tensor]:
+    """A stock model's gradients under our parameter names."""
+    gradients = {name: p.grad for name, p in stock.named_parameters()}
+    for name in list(gradients):
+        for fused, parts in FUSED.items():
+            if name.endswith(parts[0]):
+                stem = name.removesuffix(parts[0])
+                gradients[stem + fused] = torch.cat([gradients.pop(stem + part) for part in parts])
+    return gradients
 
 
 def random_prompts(rng: random.Random, count: int, longest: int, vocab_size: int = 60) -> list[list[int]]:

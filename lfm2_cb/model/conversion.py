@@ -133,6 +133,8 @@ def adopt(stock: PreTrainedModel, model_class: type[Lfm2CbForCausalLM]) -> Lfm2C
 
 def still_adopted(stock: PreTrainedModel, model: Lfm2CbForCausalLM) -> bool:
     """Whether `stock`'s parameters still live where `model`'s do (`.to()` and friends move them away)."""
+    if stock.config.vocab_size != model.config.vocab_size:
+        return False  # `resize_token_embeddings` keeps the parameters and changes their shape
     source = dict(stock.named_parameters(remove_duplicate=False))
     for name, module in model.named_modules():
         if isinstance(module, FusedLinear):

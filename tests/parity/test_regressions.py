@@ -24,62 +24,102 @@ def make_cache(model, block_size=4, blocks=40, slots=6):
 
 
 def logits_of(model, ids):
+    """Every token's logits of one prompt on its own, without a cache."""
     return model(torch.tensor([ids])).logits[0]
 
 
-@torch.no_grad()
-def test_transformers_41790_padded_batches_need_the_padding_mask():
-    stock = random_stock(4, conv_bias=False)
-    model = ours(stock)
-    ids = [5, 9, 13, 8, 30]
-    padded = torch.tensor([[0, 0, 0, *ids], [3, 4, 5, *ids]])
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1], [1] * 8])
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    got = model(padded, attention_mask=mask, position_ids=positions).logits[0, 3:]
-    torch.testing.assert_close(got, logits_of(model, ids), atol=1e-4, rtol=0)
+# The ordinary forward. (`conv_bias=False`: with a bias, stock's padding is not silent, and ours equals stock's.)
+
+PROMPTS = [[5, 9, 13, 8, 30], [7, 7, 4, 21, 40, 33, 9, 12], [50]]
+
+
+def pad(prompts, side):
+    """Ids, mask and positions `[batch, length]`, the padding made of ordinary tokens."""
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), 11)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        at = slice(width - len(prompt), width) if side == "left" else slice(len(prompt))
+        ids[row, at], mask[row, at] = torch.tensor(prompt), 1
+    return ids, mask, (mask.cumsum(-1) - 1).clamp(min=0)
 
 
 @torch.no_grad()
-def test_transformers_46773_the_mask_counts_at_batch_one_too():
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("seed", range(4))
+def test_transformers_41790_rows_of_a_padded_batch_are_what_they_are_alone(seed, side):
+    """The convolution once ran over the padding of a batch."""
+    model = ours(random_stock(seed, conv_bias=False))
+    ids, mask, positions = pad(PROMPTS, side)
+    logits = model(ids, attention_mask=mask, position_ids=positions).logits
+    for row, prompt in enumerate(PROMPTS):
+        torch.testing.assert_close(logits[row][mask[row].bool()], logits_of(model, prompt), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_transformers_46773_the_mask_counts_at_batch_one_too(side):
     model = ours(random_stock(4, conv_bias=False))
-    ids = [5, 9, 13, 8]
-    mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    got = model(torch.tensor([[7, 7, *ids]]), attention_mask=mask, position_ids=positions).logits[0, 2:]
-    torch.testing.assert_close(got, logits_of(model, ids), atol=1e-4, rtol=0)
+    ids, mask, positions = (x[:1] for x in pad(PROMPTS, side))
+    got = model(ids, attention_mask=mask, position_ids=positions).logits[mask.bool()]
+    torch.testing.assert_close(got, logits_of(model, PROMPTS[0]), atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
-def test_transformers_47087_the_mask_counts_in_a_cached_continuation():
-    stock = random_stock(4, conv_bias=False)
-    model = ours(stock)
-    whole = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(2, 9, dtype=torch.long)
-    mask[0, :3] = 0
-    caches = [None, None]
-    for a, b in ((0, 2), (2, 6), (6, 9)):  # row 0's padding reaches into the second chunk
-        args = {"attention_mask": mask[:, :b], "use_cache": True}
-        expected = stock(whole[:, a:b], past_key_values=caches[0], **args)
-        got = model(whole[:, a:b], past_key_values=caches[1], **args)
-        caches = [expected.past_key_values, got.past_key_values]
-        real = mask[:, a:b].bool()
-        torch.testing.assert_close(got.logits[real], expected.logits[real], atol=1e-4, rtol=0)
+@pytest.mark.parametrize("ends", [[2, 5, 8], [2, 4, 6, 8], [7, 8]], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_transformers_47087_the_mask_counts_in_a_cached_continuation(seed, ends):
+    """The padding of two rows reaches into the later chunks. (A chunk of one token is never masked, as in stock.)"""
+    model = ours(random_stock(seed, conv_bias=False))
+    ids, mask, positions = pad(PROMPTS, "left")
+    cache, start, logits = None, 0, []
+    for end in ends:
+        chunk = {"input_ids": ids[:, start:end], "position_ids": positions[:, start:end]}
+        out = model(**chunk, attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        cache, start = out.past_key_values, end
+        logits.append(out.logits)
+    for row, prompt in enumerate(PROMPTS):
+        got = torch.cat(logits, dim=1)[row][mask[row].bool()]
+        torch.testing.assert_close(got, logits_of(model, prompt), atol=1e-4, rtol=0)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("seed", range(5))
-def test_transformers_42017_and_45513_a_second_turn_on_a_filled_cache(seed):
-    """A multi-token prefill on a populated cache must not take the single-token path."""
-    model = ours(random_stock(seed))
-    first, second = [5, 9, 13, 8, 30, 6], [11, 12, 4]
-    turn = model(torch.tensor([first]), use_cache=True)
-    got = model(torch.tensor([second]), past_key_values=turn.past_key_values, use_cache=True).logits[0]
-    torch.testing.assert_close(got, logits_of(model, first + second)[len(first) :], atol=1e-4, rtol=0)
+@pytest.mark.parametrize("turns", [[6, 3], [6, 2, 4], [1, 5], [7, 1, 6]], ids=str)
+@pytest.mark.parametrize("kernel", [2, 3, 4, 5])
+def test_transformers_42017_45513_46741_a_later_turn_of_several_tokens_on_a_filled_cache(kernel, turns):
+    """ "The cache is filled" once meant "one token comes", whatever came."""
+    kinds = ["conv", "full_attention", "conv"]
+    model = ours(random_stock(4, conv_L_cache=kernel, num_hidden_layers=3, layer_types=kinds))
+    conversation = [5, 9, 13, 8, 30, 6, 11, 12, 4, 44, 10, 8, 9, 17][: sum(turns)]
+    cache, start, logits = None, 0, []
+    for length in turns:
+        out = model(torch.tensor([conversation[start : start + length]]), past_key_values=cache, use_cache=True)
+        cache, start = out.past_key_values, start + length
+        logits.append(out.logits[0])
+    torch.testing.assert_close(torch.cat(logits), logits_of(model, conversation), atol=1e-4, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("drafts_from", ["prompt lookup", "assistant model"])
+@pytest.mark.parametrize("kernel", [2, 3, 5])
+def test_transformers_46937_assisted_decoding_does_not_diverge(kernel, drafts_from):
+    """Refused drafts once stayed in the conv state."""
+    stock, assistant = random_stock(12, conv_L_cache=kernel), random_stock(12, conv_L_cache=kernel)
+    assistant.model.layers[1].feed_forward.w2.weight.mul_(0.5)  # right now and then
+    helper = {"prompt_lookup_num_tokens": 3} if drafts_from == "prompt lookup" else {"assistant_model": assistant}
+    prompt = [5, 9, 13, 8, 5, 9, 13, 8, 5, 9]
+    options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, **helper}
+    answer = ours(stock).generate(torch.tensor([prompt]), **options)
+    assert answer[0, len(prompt) :].tolist() == stock_greedy(stock, prompt, 20)
+
+
+# The engine's forward
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("seed", range(10))
-def test_transformers_46588_packed_sequences_do_not_leak(seed):
+def test_transformers_46588_46633_packed_sequences_do_not_leak(seed):
+    """The convolution once ran on from one packed sequence into the next."""
     model = ours(random_stock(seed))
     prompts = random_prompts(random.Random(seed), 5, 9)
     rows = [Row(ids, 0, [3 * i, 3 * i + 1, 3 * i + 2], i, None, len(ids)) for i, ids in enumerate(prompts)]
@@ -92,9 +132,8 @@ def test_transformers_46588_packed_sequences_do_not_leak(seed):
 @pytest.mark.parametrize("kernel", [2, 3, 4, 5])
 def test_vllm_56196_a_chunk_shorter_than_the_kernel_keeps_the_shared_state(kernel):
     """Two requests restore one checkpoint and go on by one token each; the checkpoint stays as it was."""
-    model = ours(
-        random_stock(6, conv_L_cache=kernel, layer_types=["conv", "full_attention", "conv"], num_hidden_layers=3)
-    )
+    kinds = ["conv", "full_attention", "conv"]
+    model = ours(random_stock(6, conv_L_cache=kernel, num_hidden_layers=3, layer_types=kinds))
     cache = make_cache(model)
     prefix = [5, 9, 13, 8]
     forward_packed(model, cache, [Row(prefix, 0, [0], 0)])
