@@ -9,7 +9,6 @@ the held-out perplexity in the model card, and prompts.jsonl. The network is tra
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import math
 import random
@@ -113,34 +112,17 @@ def train_tokenizer(corpus: Corpus, vocab_size: int) -> PreTrainedTokenizerFast:
     )
 
 
-def encode_paragraphs(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> list[list[list[int] | None]]:
-    """Token ids for each training paragraph, once; held-out paragraphs stay None."""
-    return [
-        [None if p is None else tokenizer.encode(p + "\n", add_special_tokens=False) for p in novel]
-        for novel in corpus.train
-    ]
-
-
-def text_documents(novels: list[list[list[int] | None]], context: int, rng: random.Random) -> list[list[int]]:
-    """Consecutive paragraphs, from `<|startoftext|>` to `<|endoftext|>`, cut afresh on every call.
-
-    A held-out paragraph (None) ends a document, so that no document runs over the gap; a paragraph longer than what is
-    left goes on in the next document, so that no text is lost. Only a document that ends with a paragraph ends with
-    `<|endoftext|>`: a cut is no ending.
-    """
-    documents: list[list[int]] = []
-    for novel in novels:
+def text_documents(corpus: Corpus, tokenizer: PreTrainedTokenizerFast, context: int) -> list[list[int]]:
+    """Consecutive paragraphs, packed up to the context, from `<|startoftext|>` to `<|endoftext|>`."""
+    documents = []
+    for novel in corpus.train:
         document = [BOS]
-        room = rng.randrange(context // 4, context - 1)  # the first one short, to move the later cuts about
         for paragraph in [*novel, None]:
-            ids = paragraph or []
-            if paragraph is None or (len(ids) > room and len(document) > context // 2):
-                documents.append([*document, END_OF_TEXT])
-                document, room = [BOS], context - 2
-            while len(ids) > room:
-                documents.append(document + ids[: room + 1])  # one more, in the place of the end token
-                ids, document, room = ids[room + 1 :], [BOS], context - 2
-            document, room = document + ids, room - len(ids)
+            ids = [] if paragraph is None else tokenizer.encode(paragraph + "\n", add_special_tokens=False)
+            if paragraph is None or len(document) + len(ids) > context:
+                documents.append([*document, END_OF_TEXT][: context + 1])
+                document = [BOS]
+            document += ids[: context - 1]
     return [document for document in documents if len(document) > 8]
 
 
@@ -184,42 +166,19 @@ def learning_rate(progress: float, peak: float) -> float:
     return peak * (0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def save_weights(model: Lfm2ForCausalLM, output: Path) -> Lfm2ForCausalLM:
-    """Save in bfloat16, half the size; returns the rounded copy, which is what users get and what is evaluated."""
-    rounded = copy.deepcopy(model).to(torch.bfloat16).eval()
-    rounded.save_pretrained(output)
-    return rounded
-
-
-def train(
-    model: Lfm2ForCausalLM,
-    corpus: Corpus,
-    tokenizer: PreTrainedTokenizerFast,
-    args: argparse.Namespace,
-    rng: random.Random,
-) -> int:
-    """Train for `--minutes`; the schedule follows the clock, so a slower machine takes fewer steps. Returns: steps.
-
-    The weights are saved every few minutes, so that a run that is cut short still leaves a model.
-    """
+def train(model: Lfm2ForCausalLM, documents: list[list[int]], args: argparse.Namespace, rng: random.Random) -> int:
+    """Train for `--minutes`; the schedule follows the clock, so a slower machine takes fewer steps. Returns: steps."""
     decay = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=args.learning_rate, betas=(0.9, 0.95))
-    novels = encode_paragraphs(corpus, tokenizer)
-    start, step, saved = time.monotonic(), 0, 0.0
+    start, step = time.monotonic(), 0
     while True:
-        documents = text_documents(novels, args.context, rng)
-        documents += chat_documents(corpus, tokenizer, args.context, len(documents) // 2, rng)
         rows = pack_rows(documents, args.context, rng)
         for batch in rows.split(args.batch):
-            minutes = (time.monotonic() - start) / 60
-            progress = minutes / args.minutes
+            progress = (time.monotonic() - start) / (60 * args.minutes)
             if progress >= 1:
                 return step
-            if minutes - saved >= args.save_every:
-                save_weights(model, args.output)
-                saved = minutes
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(progress, args.learning_rate)
             loss = model(batch, labels=batch.masked_fill(batch == PAD, -100), use_cache=False).loss
@@ -261,9 +220,7 @@ def main() -> None:
     parser.add_argument("texts", nargs="+", type=Path, help="UTF-8 text, one paragraph a line")
     parser.add_argument("--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--minutes", type=float, default=30.0, help="training time")
-    parser.add_argument("--save-every", type=float, default=5.0, help="minutes between two saves of the weights")
-    parser.add_argument("--threads", type=int, default=1, help="of torch; a model this small gains little from more")
-    parser.add_argument("--seed", type=int, default=0, help="of everything: held-out choice, weights, order")
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--hidden-size", type=int, default=192)
     parser.add_argument("--context", type=int, default=256, help="tokens a training row")
@@ -273,7 +230,6 @@ def main() -> None:
     args = parser.parse_args()
     rng = random.Random(args.seed)
     torch.manual_seed(args.seed)
-    torch.set_num_threads(args.threads)
 
     corpus = read_corpus(args.texts, args.held_out, rng)
     tokenizer = train_tokenizer(corpus, args.vocab_size)
@@ -293,10 +249,9 @@ def main() -> None:
         tie_word_embeddings=True,
     )
     model = Lfm2ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        bos_token_id=BOS, eos_token_id=[IM_END, END_OF_TEXT], pad_token_id=PAD, do_sample=False
-    )
-    print(f"{model.num_parameters() / 1e6:.2f} M parameters", flush=True)
+    documents = text_documents(corpus, tokenizer, args.context)
+    documents += chat_documents(corpus, tokenizer, args.context, len(documents) // 2, rng)
+    print(f"{model.num_parameters() / 1e6:.2f} M parameters, {sum(map(len, documents)):,} training tokens", flush=True)
 
     args.output.mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(args.output)
@@ -304,8 +259,11 @@ def main() -> None:
     lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
     (args.output / "prompts.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
 
-    steps = train(model, corpus, tokenizer, args, rng)
-    perplexity, bits = evaluate(save_weights(model, args.output).float(), tokenizer, corpus.held_out)
+    steps = train(model, documents, args, rng)
+    model = model.to(torch.bfloat16).eval()
+    model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=[IM_END, END_OF_TEXT], pad_token_id=PAD)
+    model.save_pretrained(args.output)
+    perplexity, bits = evaluate(model.float(), tokenizer, corpus.held_out)
     card = CARD.format(
         parameters=model.num_parameters() / 1e6,
         layers=config.num_hidden_layers,
