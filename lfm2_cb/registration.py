@@ -89,7 +89,7 @@ def resolve_generation_config(
 
     defaults = is_default("max_length"), is_default("min_length")
     config, leftovers = model._prepare_generation_config(generation_config, **kwargs)
-    model._prepare_special_tokens(config, True, device="cpu")
+    model._prepare_special_tokens(config, True, device=model.device)
     return ResolvedConfig(config, leftovers, *defaults)
 
 
@@ -116,7 +116,7 @@ def pad_token_id(config: GenerationConfig) -> int | None:
 
 def infer_attention_mask(model: PreTrainedModel, input_ids: torch.Tensor, config: GenerationConfig) -> torch.Tensor:
     """The `[batch, length]` mask that stock assumes where the user gives none."""
-    return model._prepare_attention_mask_for_generation(input_ids.cpu(), config, {})
+    return model._prepare_attention_mask_for_generation(input_ids.to(model.device), config, {})
 
 
 def stock_logits_processors(
