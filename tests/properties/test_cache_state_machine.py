@@ -43,7 +43,7 @@ class CacheMachine(RuleBasedStateMachine):
     def compute(self, index, count):
         request = self.pick(index)
         count = min(count, request.num_tokens - request.num_computed_tokens)
-        if not count:
+        if not count or not self.cache.append(request, count):  # as the scheduler: no token without its block
             return
         for end in range(BLOCK, request.num_computed_tokens + count + 1, BLOCK):
             block_id = request.block_table[end // BLOCK - 1]
