@@ -31,6 +31,7 @@ from .options import CallOptions, GenerateOptions, UnsupportedOptionError, make_
 from .outputs import RequestEvent, RequestOutput
 from .prompts import check_token_ids, strip_padding, tokenize
 from .registration import infer_attention_mask, pad_token_id
+from .scheduling.policies import Policy
 from .scheduling.request import FinishReason, Request
 from .text import IncrementalDecoder
 
@@ -57,7 +58,7 @@ class ContinuousBatchingGenerator:
         block_size: tokens a cache block: the grain of prefix reuse.
         seed: of the sampling; None takes one from torch's global generator at each call.
         prefix_caching: keep what was computed, and reuse it for prompts that begin alike.
-        policy: name of the scheduling policy.
+        policy: who runs next: "fcfs", "batch", "past_future", "length_aware", or a `Policy`.
 
     Raises:
         TypeError: not an LFM2. ValueError: an option out of range, or a cache too small for one block.
@@ -74,7 +75,7 @@ class ContinuousBatchingGenerator:
         block_size: int = 64,
         seed: int | None = None,
         prefix_caching: bool = True,
-        policy: str = "fcfs",
+        policy: str | Policy = "fcfs",
     ) -> None:
         if isinstance(model, str):
             tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model)
@@ -114,7 +115,8 @@ class ContinuousBatchingGenerator:
             streamer: a transformers streamer, for a single prompt as in stock.
             generate_kwargs: stock's generation options, `logits_processor`, `stopping_criteria`,
                 `prefix_allowed_tokens_fn` and `tokenizer` (for stop strings; ours by default) among them.
-                `max_new_tokens` may be a list with one entry a prompt. Ours: `seed`; `logprobs=k`.
+                `max_new_tokens` may be a list with one entry a prompt. Ours: `seed`; `logprobs=k`;
+                `priority` (higher first) and `use_prefix_cache`, each for the call or as a list with one a prompt.
         Returns:
             For a tensor, stock's `[batch × num_return_sequences, length]` tensor: prompts as given, answers padded on
             the right; with `return_dict_in_generate`, stock's output class (the scores and logits of a sequence that

@@ -99,10 +99,17 @@ class CallOptions:
     tokenizer: Any = None  # for stop strings
     logprobs: int | None = None  # how many of the likeliest tokens to report beside each generated one
     seed: int = 0
+    priority: int | Sequence[int] = 0  # higher runs first; one for the call, or one a prompt
+    use_prefix_cache: bool | Sequence[bool] = True  # whether to reuse, and to leave, cached prefixes; as above
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and (not isinstance(self.logprobs, int) or self.logprobs < 0):
             raise ValueError(f"logprobs must be a number of tokens, 0 or more, got {self.logprobs!r}")
+        for name, kind in (("priority", int), ("use_prefix_cache", bool)):
+            value = getattr(self, name)
+            for entry in value if isinstance(value, (list, tuple)) else [value]:
+                if not isinstance(entry, kind):
+                    raise TypeError(f"{name} must be {kind.__name__}, or a list with one a prompt, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -159,6 +166,10 @@ def resolve_options(
         if len(limits) != num_prompts:
             raise ValueError(f"max_new_tokens has {len(limits)} entries for {num_prompts} prompts")
         kwargs["max_new_tokens"] = max(limits, default=1)
+    for name in ("priority", "use_prefix_cache"):
+        value = getattr(call, name)
+        if isinstance(value, (list, tuple)) and len(value) != num_prompts:
+            raise ValueError(f"{name} has {len(value)} entries for {num_prompts} prompts")
     # A config object given for many prompts is resolved once.
     known: dict[int, ResolvedConfig] = {}
     for config in configs or [None]:
@@ -195,15 +206,24 @@ def make_requests(
 ) -> list[Request]:
     """One request a prompt, with a fork for each further returned sequence.
 
-    Args: width: padded length of a tensor of prompts, which is what stock's total lengths then count from.
+    Args:
+        first_index: number of the first prompt, for seeds and `prefix_allowed_tokens_fn`.
+        width: padded length of a tensor of prompts, which is what stock's total lengths then count from.
     """
     requests = []
-    for index, ids in enumerate(token_ids, first_index):
+    for index, ids in enumerate(token_ids):
         resolved = options.of_prompt(index)
         padding = 0 if width is None else width - len(ids)
         limit = max_new_tokens(options, index, len(ids), padding, model.config.max_position_embeddings)
         first, *rest = (
-            Request(next_id(), list(ids), limit, params=_params(model, options, index, i, ids, limit, padding))
+            Request(
+                next_id(),
+                list(ids),
+                limit,
+                priority=_of_prompt(options.call.priority, index),
+                params=_params(model, options, index, first_index + index, i, ids, limit, padding),
+                use_prefix_cache=_of_prompt(options.call.use_prefix_cache, index),
+            )
             for i in range(resolved.config.num_return_sequences or 1)
         )
         first.adopt_forks(rest)
@@ -215,6 +235,7 @@ def _params(
     model: PreTrainedModel,
     options: GenerateOptions,
     index: int,
+    number: int,
     sequence: int,
     ids: Sequence[int],
     limit: int,
@@ -223,16 +244,20 @@ def _params(
     config, call = options.of_prompt(index).config, options.call
     allowed = call.prefix_allowed_tokens_fn
     if allowed is not None:  # it asks for the prompt's number; a processor that sees one row would always say 0
-        allowed = _numbered(allowed, index)
+        allowed = _numbered(allowed, number)
     processors = stock_logits_processors(model, config, ids, limit, padding, call.logits_processor, allowed)
     criteria = stock_stopping_criteria(model, config, call.stopping_criteria, call.tokenizer)
     in_dict = bool(config.return_dict_in_generate)
     trace = Trace(in_dict and bool(config.output_scores), in_dict and bool(config.output_logits), call.logprobs)
     keeps = trace.keep_scores or trace.keep_logits or trace.num_logprobs is not None
-    seed = sequence_seed(call.seed, index, sequence)
+    seed = sequence_seed(call.seed, number, sequence)
     return SamplingParams(
         bool(config.do_sample), seed, eos_token_ids(config), processors, criteria, trace if keeps else None
     )
+
+
+def _of_prompt(value: Any, index: int) -> Any:
+    return value[index] if isinstance(value, (list, tuple)) else value
 
 
 def _numbered(allowed: Callable[[int, Any], list[int]], index: int) -> Callable[[int, Any], list[int]]:

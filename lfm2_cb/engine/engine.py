@@ -12,7 +12,7 @@ from transformers.utils import logging
 from ..model.hybrid_cache import CachePlan
 from ..model.modeling import Lfm2CbForCausalLM
 from ..scheduling.cache_manager import CacheManager
-from ..scheduling.policies import make_policy
+from ..scheduling.policies import Policy, make_policy
 from ..scheduling.request import FinishReason, Request
 from ..scheduling.scheduler import ScheduledRow, Scheduler
 from .runner import ModelRunner
@@ -31,7 +31,7 @@ class EngineConfig:
         cache_memory: bytes of the hybrid cache.
         block_size: tokens a cache block.
         prefix_caching: keep computed blocks and share them between requests.
-        policy: name of the scheduling policy.
+        policy: a scheduling policy, or its name (`scheduling.policies`).
     """
 
     max_batch_tokens: int = 2048
@@ -39,7 +39,7 @@ class EngineConfig:
     cache_memory: int = 2 * 2**30
     block_size: int = 64
     prefix_caching: bool = True
-    policy: str = "fcfs"
+    policy: str | Policy = "fcfs"
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_sequences", "cache_memory", "block_size"):
@@ -128,8 +128,7 @@ class Engine:
 
     def _take_in(self) -> list[StepOutput]:
         while self._inbox:
-            for request in self._inbox.popleft():
-                self.scheduler.add(request)
+            self.scheduler.add_all(self._inbox.popleft())
         outputs = []
         while self._cancelled:
             request = self._cancelled.popleft()

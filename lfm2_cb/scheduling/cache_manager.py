@@ -95,7 +95,11 @@ class CacheManager:
 
     def append(self, request: Request, num_tokens: int) -> bool:
         """Make room for `num_tokens` beyond those computed. Returns: False, with nothing changed, if there is none."""
-        missing = self.blocks_for(request.num_computed_tokens + num_tokens) - len(request.block_table)
+        missing = -(
+            (len(request.block_table) * self.block_size - request.num_computed_tokens - num_tokens) // self.block_size
+        )
+        if missing <= 0:
+            return True
         if missing > self.pool.num_free:
             return False
         request.block_table.extend(self.pool.allocate() for _ in range(missing))

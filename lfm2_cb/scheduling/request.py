@@ -68,6 +68,7 @@ class Request:
     last_content_id: int = 0  # content id of the last of those
     restore_block: int | None = None  # block whose conv checkpoint the next step starts from
     arrival_order: int = 0
+    queue_order: Any = None  # the policy's
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

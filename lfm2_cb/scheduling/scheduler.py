@@ -6,6 +6,8 @@ Decodes first, then prefills in progress, then new requests (Sarathi-Serve, arXi
 from __future__ import annotations
 
 import time
+from bisect import insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .block_pool import Block
@@ -38,13 +40,21 @@ class Scheduler:
         policy: the order of the waiting.
         max_batch_tokens: tokens a step, prefill chunks and decodes together.
         max_sequences: requests running at once.
+        clock: seconds, for the requests' metrics; a simulator has its own.
     """
 
-    def __init__(self, cache: CacheManager, policy: Policy, max_batch_tokens: int, max_sequences: int) -> None:
-        self.cache, self.policy = cache, policy
+    def __init__(
+        self,
+        cache: CacheManager,
+        policy: Policy,
+        max_batch_tokens: int,
+        max_sequences: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.cache, self.policy, self._clock = cache, policy, clock
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = min(max_sequences, max_batch_tokens, cache.num_slots)
-        self.running: list[Request] = []  # who came first, first; the last gives way first
+        self.running: list[Request] = []  # by the policy's rank, then arrival; the last gives way first
         self._deferred: list[tuple[Block, Request]] = []  # waiting for another to compute a prefix they share
         self._num_arrived = 0
 
@@ -57,15 +67,25 @@ class Scheduler:
         return bool(self.running or self.num_waiting)
 
     def add(self, request: Request) -> None:
-        """Queue a request and its forks.
+        """Queue one request; see `add_all`."""
+        self.add_all([request])
 
-        Raises: RequestTooLarge: it could never run, with the numbers.
+    def add_all(self, requests: Sequence[Request]) -> None:
+        """Queue requests and their forks, known to come together.
+
+        Raises: RequestTooLarge: one could never run, with the numbers; then none is queued.
         """
-        self.check_fits(request)
-        for r in (request, *request.forks):
-            self._num_arrived += 1
-            r.arrival_order = self._num_arrived
-        self.policy.push(request)
+        for request in requests:
+            self.check_fits(request)
+        now = self._clock()
+        for request in requests:
+            for r in (request, *request.forks):
+                self._num_arrived += 1
+                r.arrival_order = self._num_arrived
+                r.metrics.arrival_time = r.metrics.arrival_time or now
+        self.policy.plan(requests, self.cache)
+        for request in requests:
+            self.policy.push(request)
 
     def check_fits(self, request: Request) -> None:
         """Raises: RequestTooLarge."""
@@ -81,22 +101,24 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRow]:
         """Choose the rows of the next step and give each the blocks it writes. `[]`: nothing to do."""
         budget = self.max_batch_tokens
-        rows, preempted = self._schedule_decodes(budget)
-        budget -= sum(row.num_tokens for row in rows)
-        decoding = {row.request.request_id for row in rows}
+        decodes, prefills = [], []
         for request in self.running:
-            if budget and request.request_id not in decoding and _num_pending(request) > 1:
-                rows.append(self._row(request, min(budget, _num_pending(request))))
+            (decodes if _num_pending(request) == 1 else prefills).append(request)
+        rows, preempted = self._schedule_decodes(decodes, budget)
+        budget -= sum(row.num_tokens for row in rows)
+        for request in prefills:
+            if budget and request.status is RequestStatus.RUNNING:
+                limit = self.policy.chunk_limit(request, budget)
+                rows.append(self._row(request, min(limit, _num_pending(request))))
                 budget -= rows[-1].num_tokens
         if not preempted:
             self._admit(rows, budget)
         return rows
 
-    def _schedule_decodes(self, budget: int) -> tuple[list[ScheduledRow], bool]:
+    def _schedule_decodes(self, decodes: list[Request], budget: int) -> tuple[list[ScheduledRow], bool]:
         """One row for each running request that has one known token to compute, preempting the youngest for room."""
         rows: list[ScheduledRow] = []
         preempted = False
-        decodes = [request for request in self.running if _num_pending(request) == 1]
         for i, request in enumerate(decodes):
             if request.status is not RequestStatus.RUNNING:
                 continue  # it has just given way to another
@@ -120,12 +142,16 @@ class Scheduler:
     def _admit(self, rows: list[ScheduledRow], budget: int) -> None:
         """Let waiting requests in while tokens, sequences and memory last."""
         self._wake_deferred()
+        if not self.policy.opens(self.running):
+            return
         while budget and len(self.running) < self.max_sequences and (request := self.policy.peek()) is not None:
             match = self.cache.match_prefix(request)
             if match.pending is not None:
+                if len(self._deferred) >= self.max_sequences:
+                    break  # as many as could run have stepped aside: enough looking for one step
                 self._deferred.append((match.pending, self.policy.pop()))
                 continue
-            if not self.policy.may_admit(request, self.running):
+            if not self.policy.may_admit(request, match, self.running, self.cache):
                 break
             # Keep a block free for each running request, or the next step may have to throw this one out again.
             if not self.cache.admit(request, match, num_reserved=len(self.running)):
@@ -140,9 +166,8 @@ class Scheduler:
     def _start(self, request: Request) -> None:
         request.status = RequestStatus.RUNNING
         if request.metrics.first_scheduled_time is None:
-            request.metrics.first_scheduled_time = time.perf_counter()
-        self.running.append(request)
-        self.running.sort(key=lambda r: (-r.priority, r.arrival_order))
+            request.metrics.first_scheduled_time = self._clock()
+        insort(self.running, request, key=lambda r: (*self.policy.rank(r), r.arrival_order))
 
     def _row(self, request: Request, num_tokens: int, num_drafts: int = 0) -> ScheduledRow:
         start, restore_block = request.num_computed_tokens, request.restore_block
@@ -203,7 +228,7 @@ class Scheduler:
             return
         was_running = request.status is RequestStatus.RUNNING
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
-        request.metrics.finish_time = time.perf_counter()
+        request.metrics.finish_time = self._clock()
         if was_running:
             self.running.remove(request)
             self.cache.free(request)
@@ -226,4 +251,4 @@ class Scheduler:
 
 def _num_pending(request: Request) -> int:
     """Known tokens not yet computed."""
-    return request.num_tokens - request.num_computed_tokens
+    return len(request.token_ids) - request.num_computed_tokens
