@@ -19,9 +19,11 @@ import time
 from dataclasses import asdict, dataclass
 
 import torch
+from simulate import CostModel
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from lfm2_cb import ContinuousBatchingGenerator, default_dtype, demo_model_path
+from lfm2_cb.engine.engine import Engine
 
 Workload = list[tuple[list[int], int]]  # (prompt token ids, output tokens)
 #: stock's batch sizes tried for each workload
@@ -90,6 +92,28 @@ def reading(workload: Workload, seconds: float, **latencies: float) -> Reading:
     out = sum(n for _, n in workload)
     total = out + sum(len(prompt) for prompt, _ in workload)
     return Reading(seconds, out / seconds, total / seconds, **latencies)
+
+
+def log_steps(engine: Engine) -> list[tuple[int, int, int, float]]:
+    """From now on, note every step: (tokens, rows, K/V tokens read, seconds)."""
+    log: list[tuple[int, int, int, float]] = []
+    shapes: list[tuple[int, int, int]] = []
+    run, step = engine.runner.run, engine.step
+
+    def noted_run(rows):
+        shapes.append((sum(r.num_tokens for r in rows), len(rows), sum(r.start + r.num_tokens for r in rows)))
+        return run(rows)
+
+    def noted_step():
+        shapes.clear()
+        start = time.perf_counter()
+        outputs = step()
+        if shapes:
+            log.append((*shapes[0], time.perf_counter() - start))
+        return outputs
+
+    engine.runner.run, engine.step = noted_run, noted_step  # type: ignore[method-assign]
+    return log
 
 
 def run_ours(generator: ContinuousBatchingGenerator, workload: Workload) -> Reading:
@@ -177,6 +201,8 @@ def main() -> None:
     parser.add_argument("--no-stock", action="store_true")
     parser.add_argument("--no-prefix-caching", action="store_true")
     parser.add_argument("--sampling-overhead", action="store_true", help="of repetition_penalty + top_p, 64 rows")
+    parser.add_argument("--policy", default="fcfs", help="of our engine")
+    parser.add_argument("--cost-model", help="fit simulate.py's cost model to this run's steps, and write it here")
     parser.add_argument("--cache-memory", default="2GiB")
     parser.add_argument("--max-batch-tokens", type=int, default=2048)
     parser.add_argument("--json", help="file to write all readings to")
@@ -190,6 +216,7 @@ def main() -> None:
         cache_memory=args.cache_memory,
         max_batch_tokens=args.max_batch_tokens,
         prefix_caching=not args.no_prefix_caching,
+        policy=args.policy,
     )
     facts = machine(dtype) | {"threads": torch.get_num_threads(), "dtype": str(dtype)}
     print(f"{args.model}, {dtype}, {facts['threads']} threads, {facts['read_gb_per_s']:.1f} GB/s read, ", end="")
@@ -198,6 +225,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|")
     report: dict = {"machine": facts, "workloads": {}}
     run_ours(generator, workloads["five"][:2])  # warm-up
+    steps = log_steps(generator.engine) if args.cost_model else []
     for name in args.workloads:
         ours, stock = [], []
         for _ in range(args.repeats):
@@ -223,6 +251,12 @@ def main() -> None:
         print(f"repetition_penalty + top_p add {report['sampling_overhead']:.1%} to a step of 64 rows")
     report["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"peak RSS {report['peak_rss_mb']:.0f} MB (both engines, one copy of the weights)")
+    if args.cost_model:
+        model = CostModel.fit(steps)
+        error = statistics.median(abs(model.seconds_of(*shape) / seconds - 1) for *shape, seconds in steps)
+        print(f"{model}: median error {error:.0%} over {len(steps)} steps")
+        with open(args.cost_model, "w", encoding="utf-8") as file:
+            json.dump(asdict(model), file, indent=1)
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(report, file, indent=1)

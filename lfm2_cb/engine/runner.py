@@ -12,6 +12,7 @@ from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
 from ..scheduling.cache_manager import Fork
 from ..scheduling.scheduler import ScheduledRow
+from .sharing import shared_prefixes
 
 #: RoPE variants whose frequencies depend on the longest sequence of the batch, and so on batch mates
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -22,7 +23,11 @@ class ModelRunner:
 
     Raises: ValueError: the config has no layer to cache, or a RoPE variant that would make a request's answer depend
     on its batch mates.
+
+    `cascade = False`, on an instance or the class, makes every row read its own keys even where rows share them.
     """
+
+    cascade = True
 
     def __init__(self, model: Lfm2CbForCausalLM, plan: CachePlan) -> None:
         config = model.config
@@ -44,7 +49,8 @@ class ModelRunner:
             draft behind it, in the rows' order.
         """
         rows = [self._row(row) for row in scheduled]
-        self._batch = batch = RaggedBatch(rows, self.cache, self.kernel_size)
+        shared = shared_prefixes(scheduled, self.cache.plan.block_size) if self.cascade else []
+        self._batch = batch = RaggedBatch(rows, self.cache, self.kernel_size, shared)
         hidden_states = self.model.model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, state=batch, use_cache=False
         ).last_hidden_state

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..ops.attention import paged_attention
+from ..ops.cascade import SharedPrefix, cascade_attention
 from ..ops.short_conv import ragged_short_conv
 from .hybrid_cache import HybridCache
 
@@ -37,9 +38,18 @@ class RaggedBatch:
     Implements `SequenceState`: K/V go to the rows' blocks; conv states are read from where each row starts, and
     written to its slot and, at every block boundary that the row crosses, to that block's checkpoint. So chunks need
     no alignment, and a chunk shorter than the kernel keeps what it must of the state before it.
+
+    Args: shared: groups of rows (by index) with the number of first blocks that they share, for attention to read
+        once; no row is in two, and all start beyond the shared blocks.
     """
 
-    def __init__(self, rows: Sequence[Row], cache: HybridCache, kernel_size: int) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        cache: HybridCache,
+        kernel_size: int,
+        shared: Sequence[tuple[Sequence[int], int]] = (),
+    ) -> None:
         self.cache, self.rows, self.kernel_size = cache, rows, kernel_size
         self.device = next(iter((*cache.keys.values(), *cache.conv_states.values()))).device
         lengths = np.array([len(row.token_ids) for row in rows])
@@ -60,6 +70,14 @@ class RaggedBatch:
         self.kv_lens: list[int] = (starts + lengths).tolist()
         self.slot_mapping = self._slot_mapping(sequence, position)
         self.block_tables = self._block_tables()
+        self.shared_prefixes = [
+            SharedPrefix(
+                group,
+                self._tensor(np.asarray(rows[group[0]].block_table[:num_blocks])),
+                self._tensor(np.concatenate([np.arange(offsets[i], offsets[i + 1]) for i in group])),
+            )
+            for group, num_blocks in shared
+        ]
         self._plan_conv(sequence, place, lengths)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
@@ -129,15 +147,11 @@ class RaggedBatch:
     ) -> tuple[torch.Tensor, None]:
         i = layer.layer_idx
         self.cache.write_kv(i, self.slot_mapping, k, v)
-        mixed = paged_attention(
-            q,
-            self.cache.keys[i],
-            self.cache.values[i],
-            self.cu_seqlens,
-            self.kv_lens,
-            self.block_tables,
-            layer.scaling,
-        )
+        cached = self.cache.keys[i], self.cache.values[i], self.cu_seqlens, self.kv_lens, self.block_tables
+        if self.shared_prefixes:
+            mixed = cascade_attention(q, *cached, layer.scaling, self.shared_prefixes)
+        else:
+            mixed = paged_attention(q, *cached, layer.scaling)
         return mixed.flatten(-2), None
 
     def convolve(self, layer: Lfm2CbShortConv, x: torch.Tensor) -> torch.Tensor:

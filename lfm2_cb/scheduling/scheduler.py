@@ -101,7 +101,8 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRow]:
         """Choose the rows of the next step and give each the blocks it writes. `[]`: nothing to do."""
         budget = self.max_batch_tokens
-        decodes, prefills = [], []
+        decodes: list[Request] = []
+        prefills: list[Request] = []
         for request in self.running:
             (decodes if _num_pending(request) == 1 else prefills).append(request)
         rows, preempted = self._schedule_decodes(decodes, budget)

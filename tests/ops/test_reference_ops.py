@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from lfm2_cb.ops.attention import paged_attention
+from lfm2_cb.ops.cascade import SharedPrefix, cascade_attention
 from lfm2_cb.ops.linear import TRANSPOSED_ROWS, PackedLinear, transposed_linear
 from lfm2_cb.ops.short_conv import ragged_short_conv
 
@@ -38,6 +39,34 @@ def test_paged_attention_equals_attention_spelled_out(seed):
             scores = torch.einsum("hd,khd->hk", q[offsets[i] + j], k[:seen]) * dim**-0.5
             expected = torch.einsum("hk,khd->hd", scores.softmax(-1), v[:seen])
             torch.testing.assert_close(got[offsets[i] + j], expected)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_cascade_equals_every_row_by_itself(seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    kv_heads, group, dim, size = rng.choice([1, 2, 3]), rng.choice([1, 2, 3]), rng.choice([4, 10]), rng.choice([1, 4])
+    free = torch.randperm(600).tolist()
+    tables, kv_lens, lengths, prefixes = [], [], [], []
+    for members, num_shared in ((3, 5), (2, 1), (2, 0), (4, 17)):
+        head, rows = [free.pop() for _ in range(num_shared)], []
+        for _ in range(members):
+            own = rng.randint(1, 20)
+            rows.append(len(tables))
+            tables.append(torch.tensor(head + [free.pop() for _ in range(-(-own // size))]))
+            kv_lens.append(num_shared * size + own)
+            lengths.append(rng.choice([1, own, rng.randint(1, own)]))
+        if num_shared:
+            prefixes.append((rows, torch.tensor(head)))
+    offsets = np.concatenate(([0], np.cumsum(lengths))).tolist()
+    keys, values = torch.randn(2, 600, size, kv_heads, dim, dtype=torch.float64)
+    q = 3 * torch.randn(sum(lengths), kv_heads * group, dim, dtype=torch.float64)
+    shared = [
+        SharedPrefix(rows, head, torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in rows]))
+        for rows, head in prefixes
+    ]
+    arguments = q, keys, values, offsets, kv_lens, tables, dim**-0.5
+    torch.testing.assert_close(cascade_attention(*arguments, shared), paged_attention(*arguments))
 
 
 @pytest.mark.parametrize("kernel", [1, 2, 3, 4, 6])

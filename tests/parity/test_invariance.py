@@ -5,13 +5,14 @@ import random
 import pytest
 import torch
 from helpers import demo_prompts, random_prompts, random_stock, stock_greedy
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.engine.engine import Engine, EngineConfig
 from lfm2_cb.engine.sampler import SamplingParams
 from lfm2_cb.generator import as_lfm2_cb
+from lfm2_cb.model import ragged_batch
 from lfm2_cb.scheduling.cache_manager import CacheManager
 from lfm2_cb.scheduling.policies import POLICIES
 from lfm2_cb.scheduling.request import FinishReason, Request
@@ -100,8 +101,15 @@ def small():
     return cases
 
 
-@settings(max_examples=60, deadline=None)
+@pytest.fixture
+def any_sharing(monkeypatch):
+    """Attend to shared prefixes together however short they are."""
+    monkeypatch.setattr("lfm2_cb.engine.sharing.MIN_SAVED_TOKENS", 1)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
+@pytest.mark.usefixtures("any_sharing")
 def test_random_nets_preempted_forked_and_drafted(small, data):
     stock, prompts, lengths, answers = small[data.draw(st.integers(0, len(small) - 1), label="net")]
     block_size = data.draw(st.sampled_from([1, 2, 5, 16]), label="block size")
@@ -125,7 +133,11 @@ def test_random_nets_preempted_forked_and_drafted(small, data):
             expected[member.request_id] = answer
         family[0].adopt_forks(family[1:])
         requests.append(family[0])
-        engine.add(family[0])
+    if data.draw(st.booleans(), label="as a list"):
+        engine.add_all(requests)
+    else:
+        for request in requests:
+            engine.add(request)
     members = [m for r in requests for m in (r, *r.forks)]
 
     steps = 0
@@ -153,6 +165,24 @@ def test_preemption_really_happens_and_changes_nothing(small):
     run(engine, requests)
     assert sum(request.metrics.num_preemptions for request in requests) > 0
     assert [request.output_token_ids for request in requests] == answers
+
+
+def test_a_shared_prefix_is_attended_to_once_and_changes_nothing(demo_stock, demo_tokenizer, monkeypatch):
+    calls = []
+    real = ragged_batch.cascade_attention
+
+    def noted(*args):
+        calls.append([len(prefix.rows) for prefix in args[-1]])
+        return real(*args)
+
+    monkeypatch.setattr(ragged_batch, "cascade_attention", noted)
+    head = demo_tokenizer(" ".join(demo_prompts(60)))["input_ids"][:500]
+    prompts = [head + demo_tokenizer(prompt)["input_ids"] for prompt in demo_prompts(6)]
+    with ContinuousBatchingGenerator(demo_stock, cache_memory="64MiB", block_size=32) as generator:
+        outputs = generator.generate(prompts, max_new_tokens=NEW, do_sample=False)
+    assert [6] in calls
+    for output, prompt in zip(outputs, prompts, strict=True):
+        assert output.token_ids == stock_greedy(demo_stock, prompt, NEW)
 
 
 def test_a_finished_request_leaves_in_its_step_and_the_next_enters_in_the_following(small):
