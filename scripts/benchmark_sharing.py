@@ -91,10 +91,10 @@ def batch(model, args: argparse.Namespace) -> None:
 def evictions(model, args: argparse.Namespace) -> None:
     """Answers that stop far below their limit, in a cache that holds a part of what may run."""
     rng = random.Random(0)
-    lengths = [max(4, min(600, round(rng.lognormvariate(4.3, 0.8)))) for _ in range(300)]
-    workload = [([rng.randrange(10, 4000) for _ in range(rng.randint(20, 120))], n) for n in lengths]
+    lengths = [max(4, min(1500, round(rng.lognormvariate(5, 0.9)))) for _ in range(400)]
+    workload = [([rng.randrange(10, 4000) for _ in range(rng.randint(100, 300))], n) for n in lengths]
     policies_on(
-        model, workload, ("fcfs", "past_future"), args, max_sequences=128, num_blocks=400, block_size=16, limit=600
+        model, workload, ("fcfs", "past_future"), args, max_sequences=128, num_blocks=1000, block_size=8, limit=1500
     )
 
 
@@ -109,8 +109,12 @@ def policies_on(
     block_size: int = 64,
     limit: int | None = None,
 ) -> None:
-    """The same list under each policy. limit: what the scheduler is told, where true lengths are hidden from it."""
+    """The same list under each policy, once before it is timed: a policy may learn from what has run.
+
+    limit: what the scheduler is told, where true lengths are hidden from it.
+    """
     evicted: dict[str, int] = {}
+    policies = {name: make_policy(name) for name in names}
 
     def request(i: int, prompt: list[int], length: int) -> Request:
         def ends(ids: torch.Tensor, scores: object) -> torch.Tensor:
@@ -120,7 +124,7 @@ def policies_on(
         return Request(i, prompt, limit or length, params=params)
 
     def run(name: str) -> float:
-        engine = Engine(as_lfm2_cb(model), EngineConfig(2048, max_sequences, 2**30, block_size, policy=name))
+        engine = Engine(as_lfm2_cb(model), EngineConfig(2048, max_sequences, 2**30, block_size, policy=policies[name]))
         engine.scheduler.cache = CacheManager(num_blocks, block_size, engine.plan.num_slots)  # exactly so many
         requests = [request(i, *item) for i, item in enumerate(workload)]
         start = time.perf_counter()
@@ -132,6 +136,9 @@ def policies_on(
         evicted[name] = sum(r.metrics.num_preemptions for r in requests)
         return seconds
 
+    for name in names:
+        run(name)
+    print(f"  evictions without history: {evicted}")
     seconds = alternate(args.repeats, **{name: (lambda name=name: run(name)) for name in names})
     for name in names:
         ratio = seconds[names[0]] / seconds[name]
