@@ -21,6 +21,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
+from .engine.drafting import Drafting
 from .engine.engine import Engine, EngineConfig, StepOutput
 from .engine.loop import EngineLoop, Submission, interrupt_between_steps
 from .engine.sampler import Trace
@@ -59,6 +60,8 @@ class ContinuousBatchingGenerator:
         seed: of the sampling; None takes one from torch's global generator at each call.
         prefix_caching: keep what was computed, and reuse it for prompts that begin alike.
         policy: who runs next: "fcfs", "batch", "past_future", "length_aware", or a `Policy`.
+        drafting: "auto" guesses tokens by prompt lookup and verifies them, wherever that pays; tokens stay the same.
+            "none" does so where a call asks for it (`prompt_lookup_num_tokens`, `assistant_model`).
 
     Raises:
         TypeError: not an LFM2. ValueError: an option out of range, or a cache too small for one block.
@@ -76,13 +79,14 @@ class ContinuousBatchingGenerator:
         seed: int | None = None,
         prefix_caching: bool = True,
         policy: str | Policy = "fcfs",
+        drafting: str = "none",
     ) -> None:
         if isinstance(model, str):
             tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model)
             model = Lfm2CbForCausalLM.from_pretrained(model, dtype=default_dtype())
         self.model, self.tokenizer, self.seed = as_lfm2_cb(model), tokenizer, seed
         config = EngineConfig(
-            max_batch_tokens, max_sequences, parse_bytes(cache_memory), block_size, prefix_caching, policy
+            max_batch_tokens, max_sequences, parse_bytes(cache_memory), block_size, prefix_caching, policy, drafting
         )
         self.engine = Engine(self.model, config)
         self._loop = EngineLoop(self.engine)
@@ -214,7 +218,22 @@ class ContinuousBatchingGenerator:
         config = self.model.config
         check_token_ids(token_ids, config.vocab_size, config.max_position_embeddings)
         requests = make_requests(self.model, token_ids, options, lambda: next(self._request_ids), first_index, width)
+        for index, request in enumerate(requests):
+            for member in (request, *request.forks):
+                member.drafting = self._drafting(options, index)
         return self._loop.submit(requests)
+
+    def _drafting(self, options: GenerateOptions, index: int) -> Drafting | None:
+        """What the call says about guessing tokens, by stock's names; None: nothing. Raises: TypeError; ValueError."""
+        config, assistant = options.of_prompt(index).config, options.call.assistant_model
+        if assistant is not None and config.prompt_lookup_num_tokens is not None:
+            raise ValueError("assistant_model and prompt_lookup_num_tokens exclude each other")
+        if assistant is not None:
+            return Drafting(self.engine.assistant(as_lfm2_cb(assistant)), config.num_assistant_tokens or 8)
+        if config.prompt_lookup_num_tokens is not None:
+            ngram = config.max_matching_ngram_size or 3
+            return Drafting(self.engine.prompt_lookup(ngram), config.prompt_lookup_num_tokens)
+        return None
 
     def run(
         self, submission: Submission, progress_bar: bool | None = False, streamer: Any = None
@@ -295,8 +314,9 @@ class ContinuousBatchingGenerator:
     def _for_stock(self, generate_kwargs: dict[str, Any], streamer: Any) -> dict[str, Any]:
         """The arguments of a call that is handed over, without those that are ours."""
         ours = {f.name for f in dataclasses.fields(CallOptions)}
-        if generate_kwargs.get("logprobs") is not None:
-            raise UnsupportedOptionError("logprobs does not go with options that stock generate() has to run")
+        for name in ("logprobs", "assistant_model"):
+            if generate_kwargs.get(name) is not None:
+                raise UnsupportedOptionError(f"{name} does not go with options that stock generate() has to run")
         kept = {name: value for name, value in generate_kwargs.items() if name not in ours}
         return {**kept, "streamer": streamer}
 

@@ -58,6 +58,9 @@ HONOURED = {
     "return_dict_in_generate",
     "output_scores",
     "output_logits",
+    "prompt_lookup_num_tokens",
+    "max_matching_ngram_size",
+    "num_assistant_tokens",
 }
 
 #: fields that ask for another way of decoding or for the network's insides: stock `generate()` does these, exactly
@@ -73,7 +76,6 @@ INERT = {
     "early_stopping",
     "length_penalty",
     "is_assistant",
-    "num_assistant_tokens",
     "num_assistant_tokens_schedule",
     "assistant_confidence_threshold",
     "assistant_lookbehind",
@@ -101,6 +103,7 @@ class CallOptions:
     seed: int = 0
     priority: int | Sequence[int] = 0  # higher runs first; one for the call, or one a prompt
     use_prefix_cache: bool | Sequence[bool] = True  # whether to reuse, and to leave, cached prefixes; as above
+    assistant_model: Any = None  # a smaller LFM2 of the same vocabulary, to guess tokens
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and (not isinstance(self.logprobs, int) or self.logprobs < 0):
@@ -190,9 +193,10 @@ def _resolve(model: PreTrainedModel, config: GenerationConfig | None, kwargs: di
     for name, value in options_set(resolved.config).items():
         if name not in HONOURED | HANDED_TO_STOCK | INERT:
             raise UnsupportedOptionError(f"{name}={value!r} is not supported by the continuous-batching generator")
-    limit = resolved.config.max_new_tokens
-    if limit is not None and (not isinstance(limit, int) or limit < 1):
-        raise ValueError(f"max_new_tokens must be a positive integer, got {limit!r}")
+    for name in ("max_new_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"):
+        limit = getattr(resolved.config, name)
+        if limit is not None and (not isinstance(limit, int) or limit < 1):
+            raise ValueError(f"{name} must be a positive integer, got {limit!r}")
     return resolved
 
 

@@ -15,6 +15,8 @@ from ..scheduling.cache_manager import CacheManager
 from ..scheduling.policies import Policy, make_policy
 from ..scheduling.request import FinishReason, Request
 from ..scheduling.scheduler import ScheduledRow, Scheduler
+from .assistant import AssistantModel
+from .drafting import Drafter, Drafting, PromptLookup, Speculation
 from .runner import ModelRunner
 from .sampler import SamplingParams, history_tensor, sample
 
@@ -32,6 +34,7 @@ class EngineConfig:
         block_size: tokens a cache block.
         prefix_caching: keep computed blocks and share them between requests.
         policy: a scheduling policy, or its name (`scheduling.policies`).
+        drafting: "auto" to guess tokens by prompt lookup wherever that pays; "none" for requests that ask only.
     """
 
     max_batch_tokens: int = 2048
@@ -40,12 +43,15 @@ class EngineConfig:
     block_size: int = 64
     prefix_caching: bool = True
     policy: str | Policy = "fcfs"
+    drafting: str = "none"
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_sequences", "cache_memory", "block_size"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if self.drafting not in ("auto", "none"):
+            raise ValueError(f"drafting must be 'auto' or 'none', got {self.drafting!r}")
 
 
 @dataclass(slots=True)
@@ -81,12 +87,39 @@ class Engine:
         policy = make_policy(config.policy)
         self.scheduler = Scheduler(cache_manager, policy, config.max_batch_tokens, config.max_sequences)
         self.runner = ModelRunner(model, self.plan)
+        self.speculation = Speculation()
+        self._drafters: dict[object, Drafter] = {}
         self._inbox: deque[list[Request]] = deque()
         self._cancelled: deque[Request] = deque()
 
     @property
     def has_unfinished(self) -> bool:
         return bool(self._inbox or self._cancelled or self.scheduler.has_unfinished)
+
+    def prompt_lookup(self, max_ngram: int = 3) -> Drafter:
+        """The drafter that guesses by prompt lookup. Raises: ValueError."""
+        if max_ngram not in self._drafters:
+            self._drafters[max_ngram] = PromptLookup(max_ngram)
+        return self._drafters[max_ngram]
+
+    def assistant(self, model: Lfm2CbForCausalLM) -> Drafter:
+        """The drafter that asks this model, kept until another one is asked for. Its cache takes a quarter of
+        `cache_memory` in addition. Raises: ValueError: another vocabulary than the engine's model has."""
+        known = self._drafters.get("assistant")
+        if not isinstance(known, AssistantModel) or known.model is not model:
+            ours, theirs = self.runner.model.config.vocab_size, model.config.vocab_size
+            if ours != theirs:
+                raise ValueError(f"assistant_model has a vocabulary of {theirs} tokens, the model one of {ours}")
+            config = self.config
+            known = self._drafters["assistant"] = AssistantModel(
+                model,
+                max_sequences=self.scheduler.max_sequences,
+                max_batch_tokens=config.max_batch_tokens,
+                cache_memory=config.cache_memory // 4,
+                block_size=config.block_size,
+            )
+            logger.info("lfm2_cb: assistant model, cache %s", known.plan)
+        return known
 
     def check_fits(self, request: Request) -> None:
         """Raises: RequestTooLarge."""
@@ -107,6 +140,8 @@ class Engine:
         for request in requests:
             for r in (request, *request.forks):
                 r.metrics.arrival_time = now
+                if self.config.drafting == "auto" and r.drafting is None:
+                    r.drafting = Drafting(self.prompt_lookup())
         self._inbox.append(requests)
 
     def cancel(self, request: Request) -> None:
@@ -116,15 +151,20 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """Run one step and report every request that gained tokens or ended."""
         outputs = self._take_in()
+        self.speculation.draft(self.scheduler.running)
         rows = self.scheduler.schedule()
         if not rows:
             self.runner.release()
             return outputs
+        start = time.perf_counter()
         try:
             logits = self.runner.run(rows)
         except Exception as error:
             return outputs + self._fail_all([row.request for row in rows], error)
-        return outputs + self._advance(rows, logits)
+        num_tokens, num_drafts = sum(row.num_tokens for row in rows), sum(row.num_drafts for row in rows)
+        outputs += self._advance(rows, logits)
+        self.speculation.timed(num_tokens, num_drafts, time.perf_counter() - start)
+        return outputs
 
     def _take_in(self) -> list[StepOutput]:
         while self._inbox:
@@ -146,6 +186,7 @@ class Engine:
             self.scheduler.on_computed(row, choice.token_ids if choice else [])
             if row.num_drafts and choice:
                 num_accepted[i] = len(choice.token_ids) - 1
+                self.speculation.judged(row.request, row.num_drafts, num_accepted[i])
             if choice and row.request.forks:
                 for child, fork in self.scheduler.fork(row.request):
                     self.runner.copy(fork)
@@ -207,6 +248,7 @@ class Engine:
 
     def _finish(self, request: Request, new_token_ids: list[int], reason: FinishReason) -> StepOutput:
         self.scheduler.finish(request, reason)
+        self.speculation.forget(request)
         return StepOutput(request, new_token_ids, True)
 
     def _fail_all(self, requests: list[Request], error: Exception) -> list[StepOutput]:

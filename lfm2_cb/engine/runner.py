@@ -40,7 +40,6 @@ class ModelRunner:
         self.cache = HybridCache(config, plan, model.dtype, model.device)
         self._batch: RaggedBatch | None = None
 
-    @torch.inference_mode()
     def run(self, scheduled: Sequence[ScheduledRow]) -> torch.Tensor:
         """Compute the rows; the cache then holds them.
 
@@ -48,8 +47,12 @@ class ModelRunner:
             fp32 logits `[n, vocab_size]`: for each row that samples, one for its last known token and one for each
             draft behind it, in the rows' order.
         """
-        rows = [self._row(row) for row in scheduled]
         shared = shared_prefixes(scheduled, self.cache.plan.block_size) if self.cascade else []
+        return self.forward([self._row(row) for row in scheduled], shared)
+
+    @torch.inference_mode()
+    def forward(self, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]] = ()) -> torch.Tensor:
+        """One packed forward: fp32 logits `[sum of num_logits, vocab_size]`. shared: as in `RaggedBatch`."""
         self._batch = batch = RaggedBatch(rows, self.cache, self.kernel_size, shared)
         hidden_states = self.model.model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, state=batch, use_cache=False

@@ -1,0 +1,253 @@
+"""Speculative decoding: guesses at a request's next tokens, verified all in one step (Leviathan et al., arXiv
+2211.17192; Chen et al., arXiv 2302.01318).
+
+A `Drafter` guesses; `Speculation` decides how far to let it, request by request and step by step. Guesses are accepted
+only where they are what would have been chosen anyway (`Engine._choose`), so nothing here can change a token.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformers.utils import logging
+
+from ..scheduling.request import Request
+
+logger = logging.get_logger("transformers.lfm2_cb")
+
+
+class Drafter:
+    """Guesses the next tokens of requests.
+
+    Attributes: is_free: guessing costs next to nothing, so that one may look at the guesses before deciding.
+    """
+
+    is_free = False
+
+    def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
+        """For each request at most so many tokens to follow those known; fewer, or none, where it has no guess."""
+        raise NotImplementedError
+
+    def forget(self, request: Request) -> None:
+        """Drop what is kept for a request: it has ended, or lost its place."""
+
+
+class PromptLookup(Drafter):
+    """What followed the last time these tokens came up, in the prompt or the output (Saxena, "Prompt lookup decoding",
+    2023; transformers' `PromptLookupCandidateGenerator`). The longest match wins, then the latest.
+
+    Args:
+        max_ngram, min_ngram: tokens that must match, at most and at least.
+    """
+
+    is_free = True
+
+    def __init__(self, max_ngram: int = 3, min_ngram: int = 2) -> None:
+        if not isinstance(max_ngram, int) or max_ngram < 1:
+            raise ValueError(f"max_matching_ngram_size must be a positive integer, got {max_ngram!r}")
+        self.max_ngram, self.min_ngram = max_ngram, min(min_ngram, max_ngram)
+        self._texts: dict[int, bytearray] = {}  # token ids as 4 bytes each, by request id: searched at memory speed
+
+    def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
+        return [self._look_up(request, length) for request, length in zip(requests, lengths, strict=True)]
+
+    def _look_up(self, request: Request, length: int) -> list[int]:
+        text = self._texts.setdefault(request.request_id, bytearray())
+        text += array("I", request.token_ids[len(text) // 4 :]).tobytes()
+        for n in range(min(self.max_ngram, request.num_tokens - 1), self.min_ngram - 1, -1):
+            pattern, end = text[-4 * n :], len(text) - 4  # the match must have something after it
+            while (at := text.rfind(pattern, 0, end)) >= 0:
+                if at % 4 == 0:
+                    follows = at // 4 + n
+                    return request.token_ids[follows : follows + length]
+                end = at + 4 * n - 1  # across token boundaries: chance
+        return []
+
+    def forget(self, request: Request) -> None:
+        self._texts.pop(request.request_id, None)
+
+
+@dataclass
+class Drafting:
+    """How one request's tokens are guessed, and how well that has gone.
+
+    Attributes:
+        drafter: who guesses.
+        max_tokens: most guesses a step.
+        accepted, judged: guesses accepted, and looked at until the first wrong one; older ones count less.
+        idle: steps since it last guessed; patience: idle steps until it tries again although it did not pay.
+    """
+
+    drafter: Drafter
+    max_tokens: int = 10
+    accepted: float = 0.0
+    judged: float = 0.0
+    idle: int = 0
+    patience: int = 16
+
+    def acceptance(self, prior: float) -> float:
+        """Probability that a guess is right, the ones before it being right."""
+        return (self.accepted + 2 * prior) / (self.judged + 2)
+
+
+class StepTimes:
+    """Seconds of a step by its number of tokens, learned while serving.
+
+    Lengths fall into bins a third of an octave wide; between bins we interpolate, beyond them take the last.
+    """
+
+    def __init__(self) -> None:
+        self._edges = [1.0]
+        while self._edges[-1] < 1e6:
+            self._edges.append(self._edges[-1] * 1.26)
+        self._tokens: dict[int, float] = {}
+        self._seconds: dict[int, float] = {}
+
+    def add(self, num_tokens: int, seconds: float) -> None:
+        i = bisect_left(self._edges, num_tokens)
+        known = self._seconds.get(i)
+        # A step that took many times what is usual was interrupted: it says nothing about its size.
+        weight = 1.0 if known is None else 0.2 if seconds < 3 * known else 0.02
+        self._seconds[i] = seconds if known is None else known + weight * (seconds - known)
+        self._tokens[i] = num_tokens if known is None else self._tokens[i] + weight * (num_tokens - self._tokens[i])
+
+    def __call__(self, num_tokens: int) -> float | None:
+        """Expected seconds, or None before the first step."""
+        if not self._seconds:
+            return None
+        points = sorted((self._tokens[i], self._seconds[i]) for i in self._seconds)
+        place = bisect_left(points, (num_tokens, 0.0))
+        if place in (0, len(points)):
+            return points[min(place, len(points) - 1)][1]
+        (x0, y0), (x1, y1) = points[place - 1], points[place]
+        return y0 + (y1 - y0) * (num_tokens - x0) / max(x1 - x0, 1e-9)
+
+
+@dataclass
+class Speculation:
+    """Decides how many tokens each request guesses in the next step.
+
+    A guess pays while the chance that it is right, times the tokens the step makes a second, exceeds what one token
+    more costs the step. With few rows that is almost nothing (the weights are streamed once, whatever the rows), with
+    many it is as much as any other token, and drafting ceases by itself.
+    """
+
+    times: StepTimes = field(default_factory=StepTimes)
+    num_drafted: int = 0
+    num_accepted: int = 0
+    _accepted: float = 1.0  # of all requests, older ones counting less: what a new one starts from
+    _judged: float = 2.0
+    _step_tokens: int = 0  # of the last step, without guesses
+    _propose_seconds: dict[int, float] = field(default_factory=dict)  # per guess deep, by id of the drafter
+
+    #: a guess is made while its chance of being right is above one of these; inf: no guesses
+    THRESHOLDS = (float("inf"), 0.8, 0.6, 0.4, 0.25, 0.12)
+    #: by how much guessing must look better than not, to be worth it
+    MARGIN = 1.03
+
+    def draft(self, running: Sequence[Request]) -> None:
+        """Give guesses to the running requests that decode next."""
+        ready = [r for r in running if r.drafting is not None and r.num_tokens - r.num_computed_tokens == 1]
+        if not ready:
+            return
+        limits = [min(r.drafting.max_tokens, r.max_num_tokens - r.num_tokens - 1) for r in ready]
+        guesses = self._propose(ready, limits, free=True)
+        available = [
+            len(guess) if request.drafting.drafter.is_free else limit
+            for request, guess, limit in zip(ready, guesses, limits, strict=True)
+        ]
+        lengths = self._lengths(ready, available)
+        paid = self._propose(ready, lengths, free=False)
+        for request, guess, other, length in zip(ready, guesses, paid, lengths, strict=True):
+            if request.drafting is not None:
+                request.draft_token_ids = (guess or other)[:length]
+                request.drafting.idle = 0 if request.draft_token_ids else request.drafting.idle + 1
+
+    def _propose(self, requests: Sequence[Request], lengths: Sequence[int], free: bool) -> list[list[int]]:
+        """Ask those drafters that are (not) free, each once for all its requests."""
+        guesses: list[list[int]] = [[] for _ in requests]
+        groups: dict[int, list[int]] = {}
+        for i, request in enumerate(requests):
+            if lengths[i] > 0 and request.drafting.drafter.is_free == free:
+                groups.setdefault(id(request.drafting.drafter), []).append(i)
+        for key, members in groups.items():
+            start = time.perf_counter()
+            asked = [lengths[i] for i in members]
+            try:
+                found = requests[members[0]].drafting.drafter.propose([requests[i] for i in members], asked)
+            except Exception as error:  # an assistant's forward: nobody needs its guesses
+                logger.error("lfm2_cb: drafting failed, going on without it for %d requests: %r", len(members), error)
+                for i in members:
+                    self.forget(requests[i])
+                    requests[i].drafting = None
+                continue
+            for i, guess in zip(members, found, strict=True):
+                guesses[i] = guess
+            seconds = (time.perf_counter() - start) / max(asked)
+            self._propose_seconds[key] = 0.8 * self._propose_seconds.get(key, seconds) + 0.2 * seconds
+        return guesses
+
+    def _lengths(self, requests: Sequence[Request], available: Sequence[int]) -> list[int]:
+        """How many guesses of each are worth verifying."""
+        prior = self._accepted / self._judged
+        chances = [request.drafting.acceptance(prior) for request in requests]
+        num_tokens = max(self._step_tokens, len(requests))
+        best, best_rate = [0] * len(requests), 0.0
+        for threshold in self.THRESHOLDS:
+            lengths = [_depth(p, threshold, most) for p, most in zip(chances, available, strict=True)]
+            gain = sum(p * (1 - p**k) / (1 - p) for p, k in zip(chances, lengths, strict=True))
+            seconds = self.times(num_tokens + sum(lengths))
+            if seconds is None:
+                return best  # nothing has been timed yet: the first step is for that
+            rate = (len(requests) + gain) / (seconds + self._proposing(requests, lengths))
+            if rate > best_rate * (self.MARGIN if best_rate else 1.0):
+                best, best_rate = lengths, rate
+        for i, request in enumerate(requests):  # now and then see whether things have changed
+            if not best[i] and available[i] and request.drafting.idle >= request.drafting.patience:
+                best[i] = 1
+                request.drafting.patience = min(2 * request.drafting.patience, 512)
+        return best
+
+    def _proposing(self, requests: Sequence[Request], lengths: Sequence[int]) -> float:
+        deepest: dict[int, int] = {}
+        for request, length in zip(requests, lengths, strict=True):
+            key = id(request.drafting.drafter)
+            if not request.drafting.drafter.is_free:
+                deepest[key] = max(deepest.get(key, 0), length)
+        return sum(self._propose_seconds.get(key, 0.0) * depth for key, depth in deepest.items())
+
+    def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
+        """Learn from a verified draft."""
+        looked_at = num_accepted + (num_accepted < num_drafts)
+        drafting = request.drafting
+        if drafting is None:
+            return
+        drafting.accepted = 0.85 * drafting.accepted + num_accepted
+        drafting.judged = 0.85 * drafting.judged + looked_at
+        if num_accepted == num_drafts:
+            drafting.patience = 16
+        self._accepted, self._judged = 0.99 * self._accepted + num_accepted, 0.99 * self._judged + looked_at
+        self.num_drafted += num_drafts
+        self.num_accepted += num_accepted
+
+    def timed(self, num_tokens: int, num_drafts: int, seconds: float) -> None:
+        """Learn what a step of so many tokens, guesses included, has taken."""
+        self._step_tokens = num_tokens - num_drafts
+        self.times.add(num_tokens, seconds)
+
+    def forget(self, request: Request) -> None:
+        """The request has ended or lost its place."""
+        if request.drafting is not None:
+            request.drafting.drafter.forget(request)
+
+
+def _depth(chance: float, threshold: float, most: int) -> int:
+    """How many guesses in a row have at least a chance of `threshold` to be right."""
+    depth, right = 0, chance
+    while depth < most and right >= threshold:
+        depth, right = depth + 1, right * chance
+    return depth
