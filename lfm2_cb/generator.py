@@ -48,6 +48,19 @@ class ContinuousBatchingGenerator:
     depend on their own seed only. Calls from several threads share one batch. Use it as a context manager, or call
     `close()`.
 
+    When something fails:
+        NaN logits, or an exception in a logits processor or stopping criterion, end their request alone, with
+        `finish_reason="error"` and its `error`. A forward that raises (out of memory too) ends its step's requests so;
+        the generator serves the next. If a failed step leaves the cache in doubt, everything ends so and later
+        calls raise `BrokenError`.
+        Ctrl-C takes effect between two steps and cancels the call's requests; a second one interrupts the step at once
+        and ends all that was running in it.
+        A slow reader of `stream()` holds nobody up: others' steps go on, and its events wait for it.
+        A processor or criterion that calls back into its own generator gets `ReentrantError`.
+        At interpreter exit what is unfinished is cancelled; exit waits for one step.
+        After a fork the child's calls raise `ForkedError`: start processes by "spawn", with a generator in each.
+        Two generators may share one model, also from two threads at once; each has its own cache.
+
     Args:
         model: one of our models, a live stock `Lfm2ForCausalLM` (adopted: its weights are shared, not copied), or the
             path of a checkpoint. The engine runs on the model's device and in its dtype; a path is loaded in
@@ -65,6 +78,7 @@ class ContinuousBatchingGenerator:
 
     Raises:
         TypeError: not an LFM2. ValueError: an option out of range, or a cache too small for one block.
+        MemoryError: the cache cannot be allocated.
     """
 
     def __init__(
@@ -88,7 +102,12 @@ class ContinuousBatchingGenerator:
         config = EngineConfig(
             max_batch_tokens, max_sequences, parse_bytes(cache_memory), block_size, prefix_caching, policy, drafting
         )
-        self.engine = Engine(self.model, config)
+        try:
+            self.engine = Engine(self.model, config)
+        except RuntimeError as error:  # torch's CPU allocator has no class of its own
+            if "allocate" not in str(error):
+                raise
+            raise MemoryError(f"cache_memory={cache_memory!r} cannot be allocated: {error}") from error
         self._loop = EngineLoop(self.engine)
         self._request_ids = itertools.count()
         self._num_submitted = itertools.count()
@@ -241,7 +260,7 @@ class ContinuousBatchingGenerator:
         """Wait for a submission, and give its outputs in order of submission."""
         if streamer is not None:
             if len(submission.members) != 1:
-                self._cancel(submission)
+                self._loop.abandon(submission)
                 raise ValueError("a streamer takes one sequence, as in stock generate(); use stream() for many")
             streamer.put(torch.tensor([submission.members[0].prompt_token_ids]))
         if progress_bar is None:
@@ -270,16 +289,13 @@ class ContinuousBatchingGenerator:
         try:
             while not submission.is_finished or submission.outputs:
                 with interrupt_between_steps() as check:
-                    self._loop.wait(lambda: check() or bool(submission.outputs))
+                    if not self._loop.wait(lambda: check() or bool(submission.outputs)):
+                        raise RuntimeError("the engine has lost track of a request")
                 while submission.outputs:
                     yield submission.outputs.popleft()
         finally:
             if not submission.is_finished:
-                self._cancel(submission)
-
-    def _cancel(self, submission: Submission) -> None:
-        self._loop.cancel([member for member in submission.members if not member.is_finished])
-        self._loop.wait(lambda: submission.is_finished)
+                self._loop.abandon(submission)
 
     def _events(
         self, submission: Submission, decoders: dict[int, tuple[int, IncrementalDecoder | None]]

@@ -2,26 +2,48 @@
 
 Whoever waits, drives: a waiting thread runs steps until what it waits for has happened, and if another thread is
 already driving, it sleeps until that one has done a step. So `generate()` runs in the caller's thread, nothing is left
-over at exit, and a process can fork while nobody waits. `submit()` without waiting starts a thread that ends when the
-work does.
+over at exit. `submit()` without waiting starts a thread that ends when the work does; at interpreter exit, what it has
+not finished is cancelled first, as a thread that dies inside a step would take the process with it.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
 import signal
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from ..scheduling.request import Request
+from transformers.utils import logging
+
+from ..scheduling.request import FinishReason, Request, RequestStatus
 from .engine import Engine, StepOutput
+
+logger = logging.get_logger("transformers.lfm2_cb")
+
+#: how long the interpreter's exit waits for a step under way
+EXIT_SECONDS = 30.0
 
 
 class ClosedError(RuntimeError):
     """The generator was closed."""
+
+
+class ForkedError(RuntimeError):
+    """The generator belongs to the process that this one was forked from, with its threads and locks."""
+
+
+class BrokenError(RuntimeError):
+    """A step went wrong in a way that leaves the cache in doubt: the generator serves nobody any more."""
+
+
+class ReentrantError(RuntimeError):
+    """Something that runs inside a step (a logits processor, a stopping criterion) waited for the engine."""
 
 
 class Submission:
@@ -39,27 +61,45 @@ class Submission:
 
 
 class EngineLoop:
-    """Thread-safe door to an engine: submit, wait, cancel, close."""
+    """Thread-safe door to an engine: submit, wait, cancel, close.
+
+    Whatever a step raises that the engine has not laid at one request's door ends all that was running with that
+    error, and those waiting go on. If blocks or slots are not all back after that, or it happens with nothing running,
+    everything ends so and later calls raise `BrokenError`: nobody waits for what will never come.
+    In a forked child calls raise `ForkedError` at once, and `close` does nothing.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._changed = threading.Condition()
-        self._is_driven = False
+        self._driver: int | None = None  # ident of the thread that runs a step now
         self._submissions: dict[int, Submission] = {}  # by request id, of the unfinished
         self._background: threading.Thread | None = None
         self._closed = False
+        self._broken_by: BaseException | None = None
+        self._process_id = os.getpid()
+        _loops.add(self)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return self._broken_by is None and self.engine.has_unfinished
 
     def submit(self, requests: list[Request]) -> Submission:
         """Queue requests (and their forks) all together.
 
-        Raises: ClosedError; RequestTooLarge: one could never run, and then none is queued.
+        Raises: RequestTooLarge: one could never run, and then none is queued. ClosedError; BrokenError; ForkedError.
         """
+        self._check_process()
         for request in requests:
             self.engine.check_fits(request)
         submission = Submission(requests)
         with self._changed:
             if self._closed:
                 raise ClosedError("this ContinuousBatchingGenerator is closed")
+            if self._broken_by is not None:
+                message = f"a failed step left this generator unusable ({self._broken_by!r}): make a new one"
+                raise BrokenError(message) from self._broken_by
             for member in submission.members:
                 self._submissions[member.request_id] = submission
             self.engine.add_all(requests)
@@ -69,34 +109,53 @@ class EngineLoop:
     def cancel(self, requests: list[Request]) -> None:
         """End requests before the next step, wherever they are. They then finish as "cancelled"."""
         for request in requests:
-            self.engine.cancel(request)
+            if not request.is_finished:
+                self.engine.cancel(request)
+
+    def abandon(self, submission: Submission) -> None:
+        """Cancel what is unfinished of a submission and wait for that, where this thread can wait."""
+        self.cancel(submission.members)
+        if self._process_id == os.getpid() and self._driver != threading.get_ident():
+            self.wait(lambda: submission.is_finished)
 
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         """Drive, or sleep while another drives, until `done()`.
 
         Returns: whether it is done; False after `timeout` seconds (a step under way is finished first).
+        Raises: ForkedError; ReentrantError. What `done` raises.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        self._check_process()
+        me, deadline = threading.get_ident(), None if timeout is None else time.monotonic() + timeout
+        if self._driver == me:
+            raise ReentrantError("this runs inside a step of the generator it waits for: it would wait for ever")
         while True:
-            with self._changed:
-                while self._is_driven and not done():
-                    if not self._changed.wait(_left(deadline)):
-                        return done()
-                if done():
-                    return True
-                if _left(deadline) == 0:
-                    return False
-                if not self.engine.has_unfinished:
-                    return False  # nobody will make it happen
-                self._is_driven = True
             outputs: list[StepOutput] = []
             try:
-                outputs = self.engine.step()
-            finally:
                 with self._changed:
-                    self._dispatch(outputs)
-                    self._is_driven = False
-                    self._changed.notify_all()
+                    while self._driver is not None and not done():
+                        if not self._changed.wait(_left(deadline)):
+                            return done()
+                    if done():
+                        return True
+                    if _left(deadline) == 0:
+                        return False
+                    if not self.has_work:
+                        return False  # nobody will make it happen
+                    self._driver = me
+                outputs = self.engine.step()
+            except BaseException as error:
+                if self._driver != me:
+                    raise  # no step was under way
+                with self._changed:
+                    outputs = self._fail_step(error)
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                if self._driver == me:
+                    with self._changed:
+                        self._driver = None  # first, and nobody else can see it before the lock is free
+                        self._changed.notify_all()
+                        self._dispatch(outputs)
 
     def run_in_background(self) -> None:
         """Make sure that a thread drives until all work is done; it then ends."""
@@ -106,23 +165,56 @@ class EngineLoop:
             self._background = threading.Thread(target=self._drive_until_idle, name="lfm2_cb-engine", daemon=True)
             self._background.start()
 
-    def close(self) -> None:
-        """Cancel all that is unfinished, and wait for it to have ended."""
+    def close(self, timeout: float | None = None) -> None:
+        """Cancel all that is unfinished, and wait (`timeout` seconds at most) for it to have ended.
+
+        Raises: ReentrantError: called from inside a step.
+        """
+        if self._process_id != os.getpid():
+            return
         with self._changed:
             self._closed = True
-            unfinished = [m for s in set(self._submissions.values()) for m in s.members if not m.is_finished]
+            unfinished = [m for s in set(self._submissions.values()) for m in s.members]
         self.cancel(unfinished)
-        self.wait(lambda: not self._submissions)
-        if self._background is not None and self._background is not threading.current_thread():
-            self._background.join()
+        self.wait(lambda: not self._submissions, timeout)
+        background = self._background
+        if background is not None and background is not threading.current_thread():
+            background.join(timeout)
 
     def _drive_until_idle(self) -> None:
         while True:
-            self.wait(lambda: not self._submissions)
+            self.wait(lambda: not self.has_work)
             with self._changed:  # nothing can be submitted between looking and leaving
-                if not self.engine.has_unfinished:
+                if not self.has_work:
                     self._background = None
                     return
+
+    def _fail_step(self, error: BaseException) -> list[StepOutput]:
+        """End what was running with `error`; those waiting go on, unless the engine cannot be trusted any more."""
+        scheduler = self.engine.scheduler
+        running, doubt = list(scheduler.running), None
+        try:
+            for request in running:
+                scheduler.finish(request, FinishReason.ERROR)
+            scheduler.check_integrity()
+        except Exception as found:
+            doubt = found
+        members = [m for s in set(self._submissions.values()) for m in s.members if m.request_id in self._submissions]
+        if doubt is not None or not running:  # nothing running: it was not the step's rows, and would happen again
+            self._broken_by = doubt or error
+        else:  # also those that had ended in this step, whose last tokens nobody has been told of
+            members = [member for member in members if member.is_finished]
+        logger.error(f"lfm2_cb: a step failed outside the network, ending {len(members)} requests: {error!r}")
+        for member in members:
+            member.status, member.finish_reason, member.error = RequestStatus.FINISHED, FinishReason.ERROR, error
+        return [StepOutput(member, [], True) for member in members]
+
+    def _check_process(self) -> None:
+        if self._process_id != os.getpid():
+            raise ForkedError(
+                f"this ContinuousBatchingGenerator was made in process {self._process_id}, before a fork: start "
+                'processes with the "spawn" method, and make a generator in each'
+            )
 
     def _dispatch(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
@@ -131,6 +223,16 @@ class EngineLoop:
             if output.finished:
                 submission.num_unfinished -= 1
                 del self._submissions[output.request.request_id]
+
+
+#: every loop of this process that is alive
+_loops: weakref.WeakSet[EngineLoop] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for loop in list(_loops):
+        loop.close(EXIT_SECONDS)
 
 
 def _left(deadline: float | None) -> float | None:
