@@ -1,7 +1,8 @@
 """Continuous batching for LFM2 inside transformers."""
 
 from .assets import demo_model_path
-from .generator import ContinuousBatchingGenerator, default_dtype
+from .generator import ContinuousBatchingGenerator
+from .loading import default_dtype, load_model
 from .model.configuration import Lfm2CbConfig
 from .model.modeling import Lfm2CbForCausalLM, Lfm2CbModel
 from .outputs import RequestEvent, RequestOutput
@@ -20,4 +21,5 @@ __all__ = [
     "demo_model_path",
     "disable",
     "enable",
+    "load_model",
 ]

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoTokenizer,
     GenerationConfig,
     Lfm2ForCausalLM,
     PreTrainedModel,
@@ -26,6 +25,7 @@ from .engine.engine import Engine, EngineConfig, StepOutput
 from .engine.loop import EngineLoop, Submission, interrupt_between_steps
 from .engine.sampler import Trace
 from .handover import refuse, stock_generate, stock_outputs
+from .loading import default_dtype, load_model, load_tokenizer
 from .model.conversion import adopt, still_adopted
 from .model.modeling import Lfm2CbForCausalLM
 from .options import CallOptions, GenerateOptions, UnsupportedOptionError, make_requests, resolve_options
@@ -64,7 +64,7 @@ class ContinuousBatchingGenerator:
     Args:
         model: one of our models, a live stock `Lfm2ForCausalLM` (adopted: its weights are shared, not copied), or the
             path of a checkpoint. The engine runs on the model's device and in its dtype; a path is loaded in
-            `default_dtype()`.
+            `default_dtype()`, from safetensors only (`load_model` has the exceptions).
         tokenizer: for prompts given as text, and for text out. Loaded from the path where the model is one.
         max_batch_tokens: tokens computed a step: the size of a prefill chunk, decodes included.
         max_sequences: requests running at once.
@@ -77,8 +77,8 @@ class ContinuousBatchingGenerator:
             "none" does so where a call asks for it (`prompt_lookup_num_tokens`, `assistant_model`).
 
     Raises:
-        TypeError: not an LFM2. ValueError: an option out of range, or a cache too small for one block.
-        MemoryError: the cache cannot be allocated.
+        TypeError: not an LFM2. UnsafeCheckpointError: a checkpoint of pickles. MemoryError: the cache cannot be
+        allocated. ValueError: an option out of range, or a cache too small for one block.
     """
 
     def __init__(
@@ -96,8 +96,9 @@ class ContinuousBatchingGenerator:
         drafting: str = "none",
     ) -> None:
         if isinstance(model, str):
-            tokenizer = tokenizer if tokenizer is not None else AutoTokenizer.from_pretrained(model)
-            model = Lfm2CbForCausalLM.from_pretrained(model, dtype=default_dtype())
+            loaded = load_model(model)
+            tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
+            model = loaded
         self.model, self.tokenizer, self.seed = as_lfm2_cb(model), tokenizer, seed
         config = EngineConfig(
             max_batch_tokens, max_sequences, parse_bytes(cache_memory), block_size, prefix_caching, policy, drafting
@@ -399,13 +400,6 @@ def as_lfm2_cb(model: Any) -> Lfm2CbForCausalLM:
     if known is None or not still_adopted(model, known):
         known = _adopted[model] = adopt(model, Lfm2CbForCausalLM)
     return known
-
-
-def default_dtype() -> torch.dtype:
-    """bfloat16 where the hardware multiplies it (CUDA, AMX or AVX512-BF16), else float32."""
-    if torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
-        return torch.bfloat16
-    return torch.float32
 
 
 def parse_bytes(value: int | str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from .engine.sampler import SamplingParams, Trace
+from .option_types import check_types
 from .registration import (
     ResolvedConfig,
     eos_token_ids,
@@ -163,6 +164,9 @@ def resolve_options(
             raise TypeError(f"generation_config must be a GenerationConfig, got {type(config).__name__}")
     if isinstance(generation_config, (list, tuple)) and len(configs) != num_prompts:
         raise ValueError(f"generation_config has {len(configs)} entries for {num_prompts} prompts")
+    check_types(vars(call))
+    if call.logprobs is not None and call.logprobs > model.config.vocab_size:
+        raise ValueError(f"logprobs={call.logprobs} is more than the vocabulary's {model.config.vocab_size}")
     kwargs, limits = dict(kwargs), None
     if isinstance(kwargs.get("max_new_tokens"), (list, tuple)):
         limits = list(kwargs.pop("max_new_tokens"))
@@ -185,6 +189,8 @@ def resolve_options(
 
 
 def _resolve(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> ResolvedConfig:
+    check_types({} if config is None else vars(config))
+    check_types(kwargs)
     resolved = resolve_generation_config(model, config, kwargs)
     insides = ("output_attentions", "output_hidden_states")  # stock moves these to the forward's arguments
     unknown = sorted(k for k, value in resolved.leftovers.items() if value is not None and k not in insides)
