@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -276,6 +276,22 @@ class ContinuousBatchingGenerator:
             streamer.end()
         return [self._output(request) for request in submission.members]
 
+    def wait_any(self, submissions: Sequence[Submission]) -> None:
+        """Drive until one of these has finished. Ctrl-C takes effect between two steps."""
+        with interrupt_between_steps() as check:
+            self._wait(lambda: check() or any(submission.is_finished for submission in submissions))
+
+    def abandon(self, submissions: Sequence[Submission]) -> None:
+        """Cancel what is unfinished of these, and wait for that."""
+        for submission in submissions:
+            self._loop.cancel(submission.members)
+        for submission in submissions:
+            self._loop.abandon(submission)
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        if not self._loop.wait(done):
+            raise RuntimeError("the engine has lost track of a request")
+
     def _unpad(
         self, prompts: torch.Tensor, attention_mask: torch.Tensor | None, options: GenerateOptions
     ) -> list[list[int]]:
@@ -290,8 +306,7 @@ class ContinuousBatchingGenerator:
         try:
             while not submission.is_finished or submission.outputs:
                 with interrupt_between_steps() as check:
-                    if not self._loop.wait(lambda: check() or bool(submission.outputs)):
-                        raise RuntimeError("the engine has lost track of a request")
+                    self._wait(lambda: check() or bool(submission.outputs))
                 while submission.outputs:
                     yield submission.outputs.popleft()
         finally:

@@ -1,0 +1,1 @@
+"""Prompts from a file, answers into a file, resumable at any instant."""

@@ -1,0 +1,44 @@
+"""What `lfm2-cb info` says of a model."""
+
+from __future__ import annotations
+
+import torch
+
+from ..generator import ContinuousBatchingGenerator
+from ..model.configuration import layers_of_type
+from ..ops.linear import PackedLinear
+
+
+def describe(generator: ContinuousBatchingGenerator) -> str:
+    """Model, dtype, kernels and memory plan, one fact a line."""
+    model, plan, options = generator.model, generator.engine.plan, generator.engine.config
+    config = model.config
+    num_parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    conv, attention = layers_of_type(config, "conv"), layers_of_type(config, "full_attention")
+    mib = 2**20
+    return "\n".join(
+        [
+            f"model          {type(model).__name__}, {num_parameters:,.1f} M parameters, "
+            f"vocabulary {config.vocab_size:,}",
+            f"layers         {len(conv)} short convolution + {len(attention)} attention, "
+            f"hidden {config.hidden_size}, up to {config.max_position_embeddings:,} tokens",
+            f"dtype, device  {model.dtype}, {model.device}, {torch.get_num_threads()} threads",
+            f"kernels        {kernel_path(model.device)}",
+            f"weights        {weights / mib:,.1f} MiB",
+            f"cache          {plan}",
+            f"               a block is {plan.bytes_per_block:,} bytes "
+            f"({'with' if plan.checkpoints else 'without'} a conv checkpoint), a slot {plan.bytes_per_state:,}",
+            f"at once        {generator.engine.scheduler.max_sequences} sequences, "
+            f"{options.max_batch_tokens:,} tokens a step",
+            f"memory         {(weights + plan.total_bytes) / mib:,.1f} MiB + one step's activations; "
+            "the cache is committed as it is first used",
+        ]
+    )
+
+
+def kernel_path(device: torch.device) -> str:
+    """Which implementations run."""
+    if device.type == "cpu" and PackedLinear.transposed:
+        return "torch; fp32 products of few rows transposed"
+    return "torch"

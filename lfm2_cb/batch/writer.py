@@ -1,0 +1,248 @@
+"""Answers into files that survive being killed at any instant: append-only lines, repaired and read back on resume."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import logging
+
+from .reader import BadRow, parse_line
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing keeps two jobs from one file there
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.get_logger("transformers.lfm2_cb")
+
+#: lines, and seconds, between two fsyncs: what a power cut can cost (a kill costs one line at most)
+SYNC_ROWS, SYNC_SECONDS = 64, 2.0
+
+
+class JobError(ValueError):
+    """The output files do not go with this job, or another job is writing them."""
+
+
+class OutputError(RuntimeError):
+    """The output cannot be written any further (a full disk, a closed pipe). What is in it is whole."""
+
+
+class RowSet:
+    """A set of row indices, one bit each, in pages."""
+
+    def __init__(self) -> None:
+        self._pages: defaultdict[int, bytearray] = defaultdict(lambda: bytearray(2**10))
+        self._count = 0
+
+    def add(self, index: int) -> None:
+        if index not in self:
+            self._pages[index >> 13][index >> 3 & 1023] |= 1 << (index & 7)
+            self._count += 1
+
+    def __contains__(self, index: int) -> bool:
+        page = self._pages.get(index >> 13)
+        return page is not None and bool(page[index >> 3 & 1023] >> (index & 7) & 1)
+
+    def __len__(self) -> int:
+        return self._count
+
+
+class LineFile:
+    """JSON lines appended to one file, each in one piece or not at all.
+
+    Raises: JobError: another process has it open as a LineFile. OutputError: it cannot be opened or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_CLOEXEC", 0), 0o644)
+        except OSError as error:
+            raise OutputError(f"{path} cannot be written: {error.strerror}") from error
+        self._size = 0
+        if fcntl is not None:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                os.close(self._fd)
+                raise JobError(f"another job is writing {path}") from error
+
+    def recover(self) -> Iterator[int]:
+        """Indices of the whole rows; then cut off what follows the last of them.
+
+        A kill can only tear the last line. A power cut can leave more behind, all after the last fsync, so everything
+        from the first line that is not whole is cut, and computed again.
+        """
+        with open(self.path, "rb") as file:
+            for line in file:
+                row = parse_line(line) if line.endswith(b"\n") else BadRow("torn")
+                index = None if isinstance(row, BadRow) else row.get("index")
+                if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+                    break
+                self._size += len(line)
+                yield index
+        torn = os.fstat(self._fd).st_size - self._size
+        if torn:
+            logger.warning(f"{self.path}: {torn} bytes of unfinished rows are cut off")
+            self.truncate()
+
+    def write(self, line: bytes) -> None:
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self.truncate()
+            raise OutputError(f"{self.path} cannot be written: {error.strerror}") from error
+        self._size += len(line)
+
+    def truncate(self) -> None:
+        os.ftruncate(self._fd, self._size)
+
+    def sync(self) -> None:
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise OutputError(f"{self.path} cannot be written: {error.strerror}") from error
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class JobFiles:
+    """The three files of a job: `out.jsonl`, `out.errors.jsonl`, and `out.job.json`, which says what made them.
+
+    Every row ends as one line of one of the first two. `done` holds those that are there already.
+
+    Args:
+        output: path of the first.
+        record: what the rows depend on (model, input, options): a job goes on only where it is the same.
+        overwrite: remove what is there, and start anew.
+        retry_errors: forget the rows in the errors file, so that they are run again.
+    Raises: JobError; OutputError.
+    """
+
+    def __init__(
+        self, output: Path, record: dict[str, Any], overwrite: bool = False, retry_errors: bool = False
+    ) -> None:
+        self.output, self.errors = output, output.with_suffix(".errors.jsonl")
+        self.job = output.with_suffix(".job.json")
+        self._answers, self._failures = LineFile(self.output), LineFile(self.errors)
+        if overwrite:  # only now that nobody else is writing them
+            self._answers.truncate()
+            self._failures.truncate()
+            self.job.unlink(missing_ok=True)
+        self._check_record(json.loads(json.dumps(record)))
+        if retry_errors:
+            self._failures.truncate()
+        self.done, self.num_errors = RowSet(), 0
+        for index in self._answers.recover():
+            self.done.add(index)
+        for index in self._failures.recover():
+            self.done.add(index)
+            self.num_errors += 1
+        self._num_unsynced, self._synced_at = 0, time.monotonic()
+
+    def _check_record(self, record: dict[str, Any]) -> None:
+        try:
+            known = json.loads(self.job.read_text("utf-8"))
+        except FileNotFoundError:
+            known = None
+        except ValueError as error:
+            raise JobError(f"{self.job} is no job's record; --overwrite starts anew") from error
+        if known is None:
+            for path in (self.output, self.errors):
+                if path.exists() and path.stat().st_size:
+                    raise JobError(f"{path} is there, and no {self.job.name} beside it; --overwrite removes it")
+            write_atomically(self.job, json.dumps(record, indent=1).encode() + b"\n")
+        elif known != record:
+            changed = sorted(k for k in {*known, *record} if known.get(k) != record.get(k))
+            details = "; ".join(f"{k} was {known.get(k)!r} and is {record.get(k)!r}" for k in changed)
+            raise JobError(f"{self.output} was begun by another job: {details}. Name another output, or --overwrite")
+
+    def write(self, record: dict[str, Any], is_error: bool = False) -> None:
+        """Append one row's record, to last after the next fsync."""
+        (self._failures if is_error else self._answers).write(to_line(record))
+        self.done.add(record["index"])
+        self.num_errors += is_error
+        self._num_unsynced += 1
+        if self._num_unsynced >= SYNC_ROWS or time.monotonic() - self._synced_at >= SYNC_SECONDS:
+            self.sync()
+
+    def sync(self) -> None:
+        self._answers.sync()
+        self._failures.sync()
+        self._num_unsynced, self._synced_at = 0, time.monotonic()
+
+    def close(self) -> None:
+        """Make everything last; remove an errors file without errors."""
+        try:
+            self.sync()
+            if not self.num_errors:
+                self.errors.unlink(missing_ok=True)
+        finally:
+            self._answers.close()
+            self._failures.close()
+
+
+class PipeFiles:
+    """The same for a job whose answers go to a pipe, and its errors to the log: nothing is kept, nothing resumes."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd, self.done, self.num_errors = fd, RowSet(), 0
+
+    def write(self, record: dict[str, Any], is_error: bool = False) -> None:
+        self.num_errors += is_error
+        if is_error:
+            logger.error(f"row {record['index']}: {record['error']}")
+            return
+        rest = memoryview(to_line(record))
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            raise OutputError(f"the output cannot be written: {error.strerror}") from error
+
+    def close(self) -> None: ...
+
+
+def to_line(record: dict[str, Any]) -> bytes:
+    """A record as one line of JSON: as readable UTF-8 where that is possible."""
+    try:
+        return json.dumps(record, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except UnicodeEncodeError:  # half a surrogate pair, out of a kept column
+        return json.dumps(record, allow_nan=False).encode() + b"\n"
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace a file by one that is whole and on disk, or leave it. Raises: OutputError."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise OutputError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def _sync_folder(path: Path) -> None:
+    """Make renamed and created names last, where the system can."""
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
