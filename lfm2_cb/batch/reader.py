@@ -72,7 +72,10 @@ def take_prompt(row: Mapping[str, Any], column: str | None) -> Any:
         raise BadRow("it has a prompt and messages; name one with --column")
     if not names or row.get(names[0]) is None:
         raise BadRow(f"it has no {column!r}" if column is not None else "it has neither a prompt nor messages")
-    return row[names[0]]
+    prompt = row[names[0]]
+    if not isinstance(prompt, (str, list)):
+        raise BadRow(f"its {names[0]} is neither text, nor a chat, nor token ids, but {type(prompt).__name__}")
+    return prompt
 
 
 def take_kept(row: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:
@@ -141,7 +144,7 @@ def _parquet(path: Path, column: str | None, keep: Sequence[str]) -> Source:
     try:
         with parquet.ParquetFile(path) as file:
             num_rows, names = file.metadata.num_rows, file.schema_arrow.names
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path} is no Parquet file: {error}") from error
     columns = _choose_columns(str(path), names, column, keep)
 
@@ -153,7 +156,7 @@ def _parquet(path: Path, column: str | None, keep: Sequence[str]) -> Source:
                     for row in batch.to_pylist():
                         yield index, row
                         index += 1
-        except pyarrow.ArrowException as error:
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             raise InputError(f"{path} cannot be read beyond row {index}: {error}") from error
 
     return Source({"bytes": path.stat().st_size, "num_rows": num_rows, "columns": names}, num_rows, rows)
@@ -181,8 +184,17 @@ def _dataset(name: str, split: str | None, column: str | None, keep: Sequence[st
         raise InputError(f"{name} has no splits")
     columns = _choose_columns(name, data.column_names, column, keep)
     selected = data.select_columns(columns)
+
+    def rows() -> Iterator[tuple[int, Mapping[str, Any] | BadRow]]:
+        for index in range(len(selected)):
+            try:
+                row = selected[index]
+            except Exception as error:  # it decodes as it reads
+                row = BadRow(f"the dataset cannot read it: {error!r}")
+            yield index, row
+
     identity = {"split": split, "num_rows": len(data), "columns": data.column_names}
-    return Source(identity, len(data), lambda: enumerate(selected))
+    return Source(identity, len(data), rows)
 
 
 def _choose_columns(name: str, there: Sequence[str], column: str | None, keep: Sequence[str]) -> list[str]:

@@ -135,21 +135,24 @@ class JobFiles:
     ) -> None:
         self.output, self.errors = output, output.with_suffix(".errors.jsonl")
         self.job = output.with_suffix(".job.json")
-        self._answers, self._failures = LineFile(self.output), LineFile(self.errors)
-        if overwrite:  # only now that nobody else is writing them
-            self._answers.truncate()
-            self._failures.truncate()
-            self.job.unlink(missing_ok=True)
-        self._check_record(json.loads(json.dumps(record)))
-        if retry_errors:
-            self._failures.truncate()
         self.done, self.num_errors = RowSet(), 0
-        for index in self._answers.recover():
-            self.done.add(index)
-        for index in self._failures.recover():
-            self.done.add(index)
-            self.num_errors += 1
         self._num_unsynced, self._synced_at = 0, time.monotonic()
+        with contextlib.ExitStack() as on_failure:
+            self._answers = on_failure.enter_context(contextlib.closing(LineFile(self.output)))
+            self._failures = on_failure.enter_context(contextlib.closing(LineFile(self.errors)))
+            if overwrite:  # only now that nobody else is writing them
+                self._answers.truncate()
+                self._failures.truncate()
+                self.job.unlink(missing_ok=True)
+            self._check_record(json.loads(json.dumps(record)))
+            if retry_errors:
+                self._failures.truncate()
+            for index in self._answers.recover():
+                self.done.add(index)
+            for index in self._failures.recover():
+                self.done.add(index)
+                self.num_errors += 1
+            on_failure.pop_all()
 
     def _check_record(self, record: dict[str, Any]) -> None:
         try:
