@@ -28,6 +28,7 @@ from .handover import refuse, stock_generate, stock_outputs
 from .loading import default_dtype, load_model, load_tokenizer
 from .model.conversion import adopt, still_adopted
 from .model.modeling import Lfm2CbForCausalLM
+from .option_types import check_types
 from .options import CallOptions, GenerateOptions, UnsupportedOptionError, make_requests, resolve_options
 from .outputs import RequestEvent, RequestOutput
 from .prompts import check_token_ids, strip_padding, tokenize
@@ -95,6 +96,7 @@ class ContinuousBatchingGenerator:
         policy: str | Policy = "fcfs",
         drafting: str = "none",
     ) -> None:
+        check_types({"seed": seed, "prefix_caching": prefix_caching, "policy": policy})
         if isinstance(model, str):
             loaded = load_model(model)
             tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)

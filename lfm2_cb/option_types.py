@@ -56,7 +56,14 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     ),
     "True or False": (
         lambda value: isinstance(value, bool),
-        ("do_sample", "renormalize_logits", "remove_invalid_values", "output_scores", "output_logits"),
+        (
+            "do_sample",
+            "prefix_caching",
+            "renormalize_logits",
+            "remove_invalid_values",
+            "output_scores",
+            "output_logits",
+        ),
     ),
     "a token id or a list of them": (
         _is_ids,
@@ -67,6 +74,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     ),
     "a non-empty string or a list of them": (_is_strings, ("stop_strings",)),
     "an integer": (is_whole, ("seed",)),
+    "a name": (lambda value: isinstance(value, str), ("policy",)),
     "a list of callables": (_is_callables, ("logits_processor", "stopping_criteria")),
     "a callable": (callable, ("prefix_allowed_tokens_fn",)),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,12 +192,14 @@ def resolve_options(
 def _resolve(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> ResolvedConfig:
     check_types({} if config is None else vars(config))
     check_types(kwargs)
-    resolved = resolve_generation_config(model, config, kwargs)
+    with _understood(config, kwargs):
+        resolved = resolve_generation_config(model, config, kwargs)
+        given = options_set(resolved.config)
     insides = ("output_attentions", "output_hidden_states")  # stock moves these to the forward's arguments
     unknown = sorted(k for k, value in resolved.leftovers.items() if value is not None and k not in insides)
     if unknown:
         raise UnsupportedOptionError(f"unknown or unsupported option(s): {', '.join(unknown)}")
-    for name, value in options_set(resolved.config).items():
+    for name, value in given.items():
         if name not in HONOURED | HANDED_TO_STOCK | INERT:
             raise UnsupportedOptionError(f"{name}={value!r} is not supported by the continuous-batching generator")
     for name in ("max_new_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"):
@@ -204,6 +207,16 @@ def _resolve(model: PreTrainedModel, config: GenerationConfig | None, kwargs: di
         if limit is not None and (not isinstance(limit, int) or limit < 1):
             raise ValueError(f"{name} must be a positive integer, got {limit!r}")
     return resolved
+
+
+@contextmanager
+def _understood(config: GenerationConfig | None, kwargs: Iterable[str] = ()) -> Iterator[None]:
+    """Stock stumbles over an option of a wrong kind wherever it first uses it. Raises: ValueError, with the names."""
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+        names = sorted({*kwargs, *({} if config is None else options_set(config))})
+        raise ValueError(f"stock cannot use one of the options {', '.join(names)}: {error}") from error
 
 
 def make_requests(
@@ -255,8 +268,9 @@ def _params(
     allowed = call.prefix_allowed_tokens_fn
     if allowed is not None:  # it asks for the prompt's number; a processor that sees one row would always say 0
         allowed = _numbered(allowed, number)
-    processors = stock_logits_processors(model, config, ids, limit, padding, call.logits_processor, allowed)
-    criteria = stock_stopping_criteria(model, config, call.stopping_criteria, call.tokenizer)
+    with _understood(config):
+        processors = stock_logits_processors(model, config, ids, limit, padding, call.logits_processor, allowed)
+        criteria = stock_stopping_criteria(model, config, call.stopping_criteria, call.tokenizer)
     in_dict = bool(config.return_dict_in_generate)
     trace = Trace(in_dict and bool(config.output_scores), in_dict and bool(config.output_logits), call.logprobs)
     keeps = trace.keep_scores or trace.keep_logits or trace.num_logprobs is not None

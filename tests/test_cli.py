@@ -203,7 +203,11 @@ flags = st.one_of(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(
+    max_examples=int(os.environ.get("LFM2_CB_FUZZ_EXAMPLES", 30)),
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
 @given(chosen=st.lists(flags, max_size=3))
 def test_fuzzed_flags_end_with_a_status(folder, chosen):
     for path in folder.glob("out.*"):

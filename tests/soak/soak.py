@@ -24,6 +24,8 @@ from lfm2_cb.scheduling.scheduler import RequestTooLarge
 
 #: seconds without a finished request that count as a hang
 HANG_SECONDS = 120.0
+#: answers kept for the comparison, a fair draw from all (so that memory does not grow with the soak)
+MAX_SAMPLES = 500
 #: requests before the first measurement: allocators and caches have then taken what they keep
 WARM_UP = 200
 
@@ -37,6 +39,7 @@ class Tally:
     reasons: dict[str, int] = field(default_factory=dict)
     refused: int = 0
     num_preemptions: int = 0
+    num_greedy: int = 0
     num_cached_tokens: int = 0
     samples: list[tuple[list[int], int, list[int]]] = field(default_factory=list)  # greedy: prompt, limit, answer
     last_event: float = field(default_factory=time.monotonic)
@@ -51,7 +54,12 @@ class Tally:
             self.reasons[str(output.finish_reason)] = self.reasons.get(str(output.finish_reason), 0) + 1
             self.last_event = time.monotonic()
             if is_sample and output.finish_reason == "length":
-                self.samples.append((output.prompt_token_ids, limit, output.token_ids))
+                self.num_greedy += 1
+                sample = (output.prompt_token_ids, limit, output.token_ids)
+                if len(self.samples) < MAX_SAMPLES:
+                    self.samples.append(sample)
+                elif (place := random.randrange(self.num_greedy)) < MAX_SAMPLES:
+                    self.samples[place] = sample
 
 
 @dataclass
@@ -175,7 +183,7 @@ def soak(num_requests: int, num_threads: int = 4, seed: int = 0, num_samples: in
     stock = transformers.Lfm2ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     # Small enough that requests wait, give way to each other and share prefixes.
     generator = ContinuousBatchingGenerator(
-        stock, cache_memory="4MiB", block_size=16, max_sequences=48, max_batch_tokens=512
+        stock, cache_memory="1.6MiB", block_size=4, max_sequences=48, max_batch_tokens=512
     )
     _drive(generator, Tally(), min(WARM_UP, num_requests), num_threads, seed + 1)
     before, tally = Footprint.now(), Tally()
