@@ -94,7 +94,7 @@ class Client:
 
     def options(self) -> dict:
         rng = self.rng
-        options: dict = {"max_new_tokens": 1 + min(80, int(rng.expovariate(1 / 5)))}
+        options: dict = {"max_new_tokens": 1 + min(80, int(rng.expovariate(1 / rng.choice([4, 4, 4, 30]))))}
         kind = rng.random()
         if kind < 0.5:
             return {**options, "do_sample": False, "eos_token_id": None}
@@ -177,7 +177,7 @@ class Client:
         return 1
 
 
-def soak(num_requests: int, num_threads: int = 4, seed: int = 0, num_samples: int = 60) -> str:
+def soak(num_requests: int, num_threads: int = 8, seed: int = 0, num_samples: int = 60) -> str:
     """Run the soak; returns a summary. Raises: AssertionError: a leak, a wrong token, a hang, an unexpected error."""
     path = lfm2_cb.demo_model_path()
     stock = transformers.Lfm2ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -260,7 +260,7 @@ def _wrong_answers(stock, tally: Tally, num_samples: int, seed: int) -> list[lis
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=int(os.environ.get("LFM2_CB_SOAK_REQUESTS", 100_000)))
-    parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, default=500)
     args = parser.parse_args()
