@@ -7,6 +7,8 @@ that steps aside unless it is asked for. `enable()` is what changes things for o
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +25,14 @@ from .model.conversion import weight_conversions
 from .model.modeling import Lfm2CbForCausalLM, Lfm2CbModel
 
 _stock_lfm2_class = transformers.Lfm2ForCausalLM
+
+#: the methods of transformers' `ContinuousMixin`, which `protocol.py` has for our models
+CONTINUOUS_BATCHING = (
+    "init_continuous_batching",
+    "destroy_cached_continuous_batching_manager",
+    "continuous_batching_context_manager",
+    "generate_batch",
+)
 
 
 class Lfm2CbForLfm2Checkpoints(Lfm2CbForCausalLM):
@@ -51,21 +61,39 @@ def register() -> None:
     # A dotted string is resolved only when a text-generation pipeline is made; the class returns the stock pipeline
     # unless generator= is given. (`register_pipeline` would leave a mark in every saved config.)
     PIPELINE_REGISTRY.supported_tasks["text-generation"]["impl"] = "lfm2_cb.pipeline.ContinuousBatchingPipeline"
+    for name in CONTINUOUS_BATCHING:
+        setattr(Lfm2CbForCausalLM, name, _from_protocol(name))
+
+
+def _from_protocol(name: str) -> Callable[..., Any]:
+    """A method that looks up its body when it is called: `protocol.py` lies above the model that gets it."""
+
+    @functools.wraps(getattr(_stock_lfm2_class, name))
+    def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module("lfm2_cb.protocol"), name)(self, *args, **kwargs)
+
+    return method
 
 
 def enable() -> None:
     """Make stock `lfm2` checkpoints resolve to our class: Auto classes, `pipeline(model=path)`, `transformers serve`.
+    Live stock LFM2s get the continuous-batching methods too (`generate_batch`, ...), over their own weights.
 
     Process-wide, and undone by `disable()`. Calling it twice is the same as once.
     """
     AutoModelForCausalLM.register(Lfm2Config, Lfm2CbForLfm2Checkpoints, exist_ok=True)
     transformers.Lfm2ForCausalLM = Lfm2CbForLfm2Checkpoints  # what `transformers serve` looks up
+    for name in CONTINUOUS_BATCHING:
+        setattr(_stock_lfm2_class, name, _from_protocol(name))
 
 
 def disable() -> None:
     """Put everything that `enable()` changed back. Models already loaded stay as they are."""
     AutoModelForCausalLM._model_mapping._extra_content.pop(Lfm2Config, None)
     transformers.Lfm2ForCausalLM = _stock_lfm2_class
+    for name in CONTINUOUS_BATCHING:
+        if name in vars(_stock_lfm2_class):
+            delattr(_stock_lfm2_class, name)  # what it inherits shows again
 
 
 @dataclass(frozen=True)
