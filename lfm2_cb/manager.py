@@ -213,8 +213,8 @@ class Lfm2CbManager(ContinuousBatchingManager):
             request_id: made up where absent. Further returned sequences are called `f"{request_id}__child#{i}"`.
             streaming: give an output after every step (all tokens so far in each), not at the end only.
             record_timestamps: note `time.perf_counter()` of each token.
-            generate_kwargs: any option of `generate()`, for this request; `seed`, `logprobs=k` and `tokenizer` (for
-                stop strings) among them.
+            generate_kwargs: any option of `generate()`, for this request; `seed`, `logprobs=k`, `tokenizer` (for
+                stop strings) and a `generation_config` of its own among them.
         Returns: its id.
         Raises:
             PromptError, UnsupportedOptionError, RequestTooLarge. ValueError: the id is taken.
@@ -259,9 +259,11 @@ class Lfm2CbManager(ContinuousBatchingManager):
     ) -> list[list[str]]:
         self._check_open()
         generator, config = self._prepare(), self.model.config
-        options = self._resolve(generator, {name: value for name, value in kwargs.items() if value is not None})
+        options = self._resolve(generator, kwargs, len(token_ids))
         check_token_ids(token_ids, config.vocab_size, config.max_position_embeddings)
-        first = 0 if "seed" in kwargs else self._num_added  # a request with a seed of its own depends on nothing else
+        first = (
+            0 if kwargs.get("seed") is not None else self._num_added
+        )  # a request with a seed of its own depends on nothing else
         requests = make_requests(generator.model, token_ids, options, lambda: next(self._engine_ids), first)
         groups = [
             {f"{name}__child#{i}": child for i, child in enumerate(request.forks)} | {name: request}
@@ -288,11 +290,14 @@ class Lfm2CbManager(ContinuousBatchingManager):
         if denial := self.background_thread_status.can_accept_new_requests():
             raise RuntimeError(denial) from self.background_thread_status.fatal_error
 
-    def _resolve(self, generator: ContinuousBatchingGenerator, kwargs: dict[str, Any]) -> GenerateOptions:
-        config = copy.copy(self.generation_config)
+    def _resolve(
+        self, generator: ContinuousBatchingGenerator, kwargs: dict[str, Any], num_prompts: int
+    ) -> GenerateOptions:
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        config = copy.copy(given.pop("generation_config", self.generation_config))
         config.cache_implementation = None  # "paged" is how generate() is asked to come here, and the cache is ours
-        kwargs.pop("cache_implementation", None)
-        options = generator.resolve(config, {"seed": self._seed, **kwargs})
+        given.pop("cache_implementation", None)
+        options = generator.resolve(config, {"seed": self._seed, **given}, num_prompts)
         refuse(options, "continuous batching")
         return options
 
