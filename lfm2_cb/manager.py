@@ -29,7 +29,7 @@ from .manager_outputs import (
     SchedulerView,
 )
 from .manager_thread import ThreadStatus, forget_cached, weights_version
-from .options import GenerateOptions, make_requests
+from .options import GenerateOptions, make_requests, sequence_seed
 from .prompts import check_token_ids, tokenize
 from .scheduling.request import FinishReason
 from .scheduling.request import RequestStatus as EngineStatus
@@ -77,7 +77,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
         self.output_router = OutputRouter(self._changed)
         self._live: dict[str, LiveRequest] = {}
         self._names: dict[int, str] = {}  # engine's request id → its user's
-        self._engine_ids, self._num_named, self._num_added = itertools.count(), itertools.count(), 0
+        self._engine_ids, self._num_named, self._num_calls = itertools.count(), itertools.count(), itertools.count()
         self._weights_version = -1
 
     @property
@@ -261,10 +261,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
         generator, config = self._prepare(), self.model.config
         options = self._resolve(generator, kwargs, len(token_ids))
         check_token_ids(token_ids, config.vocab_size, config.max_position_embeddings)
-        first = (
-            0 if kwargs.get("seed") is not None else self._num_added
-        )  # a request with a seed of its own depends on nothing else
-        requests = make_requests(generator.model, token_ids, options, lambda: next(self._engine_ids), first)
+        requests = make_requests(generator.model, token_ids, options, lambda: next(self._engine_ids))
         groups = [
             {f"{name}__child#{i}": child for i, child in enumerate(request.forks)} | {name: request}
             for name, request in zip(names, requests, strict=True)
@@ -282,7 +279,6 @@ class Lfm2CbManager(ContinuousBatchingManager):
             generator.engine.add_all(requests)
             self._live.update(live)
             self._names.update({entry.request.request_id: name for name, entry in live.items()})
-            self._num_added += len(requests)
         self._wake_up_loop.set()
         return [list(group) for group in groups]
 
@@ -297,18 +293,14 @@ class Lfm2CbManager(ContinuousBatchingManager):
         config = copy.copy(given.pop("generation_config", self.generation_config))
         config.cache_implementation = None  # "paged" is how generate() is asked to come here, and the cache is ours
         given.pop("cache_implementation", None)
-        options = generator.resolve(config, {"seed": self._seed, **given}, num_prompts)
+        seed = sequence_seed(self._seed, next(self._num_calls), 0)  # unless the request has one of its own
+        options = generator.resolve(config, {"seed": seed, **given}, num_prompts)
         refuse(options, "continuous batching")
         return options
 
     def _wait_for_place(self) -> None:
-        size = self.continuous_batching_config.max_queue_size
-
-        def is_full() -> bool:
-            waiting = sum(entry.request.status is EngineStatus.WAITING for entry in self._live.values())
-            return bool(size) and waiting >= size
-
-        if not self._changed.wait_for(lambda: not is_full(), QUEUE_TIMEOUT):
+        size, scheduler = self.continuous_batching_config.max_queue_size, self.batch_processor.scheduler  # type: ignore[union-attr]
+        if size and not self._changed.wait_for(lambda: len(scheduler.waiting_requests) < size, QUEUE_TIMEOUT):
             raise queue.Full(f"{size} requests are waiting (max_queue_size)")
 
     def cancel_request(self, request_id: str) -> None:

@@ -28,10 +28,12 @@ class CbGenerationOutput(GenerationOutput):
     Attributes:
         finish_reason: "stop", "length", "cancelled" or "error"; None while the request runs.
         top_logprobs: one entry a token, where the request asked with `logprobs=k`.
+        num_cached_tokens: of the prompt, not computed, as the prefix cache held them.
     """
 
     finish_reason: FinishReason | None = None
     top_logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
 
 
 class ProcessedLogprobs(Trace):
@@ -71,6 +73,7 @@ class LiveRequest:
             timestamps=None if self.timestamps is None else list(self.timestamps),
             finish_reason=request.finish_reason,
             top_logprobs=None if trace is None or trace.num_logprobs is None else list(trace.logprobs),
+            num_cached_tokens=metrics.num_cached_tokens,
         )
 
 
