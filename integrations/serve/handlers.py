@@ -37,8 +37,10 @@ class RequestOptions(BaseHandler):
     def _build_generation_config(
         self, body: dict[str, Any], model_generation_config: GenerationConfig, use_cb: bool = True
     ) -> GenerationConfig:
-        # Stock seeds the whole process, and has stop strings looked for in every token; here it is done to the text.
-        kept = {name: value for name, value in body.items() if name not in ("seed", "stop")}
+        # Stock seeds the whole process, samples only where the model does by default, and has stop strings looked for
+        # in every token; here it is done to the text.
+        parameters.check_forms(body)
+        kept = {name: body[name] for name in body if name not in ("seed", "stop", "temperature", "top_p")}
         config = super()._build_generation_config(kept, model_generation_config, use_cb)
         limit = next((v for name in self.limits if (v := number(body, name, 1, 2**31, int)) is not None), None)
         if limit is not None or not body.get("generation_config"):
@@ -209,7 +211,9 @@ class TextHandler(ChoicesHandler, CompletionHandler):
     async def handle_request(self, body: dict[str, Any], request_id: str) -> JSONResponse | StreamingResponse:
         self._validate_request(body)
         model_id, model, tokenizer = self._resolve_model(body)
-        prompts = tokenize(body.get("prompt", ""), tokenizer)
+        prompts = tokenize(body.get("prompt") or [], tokenizer)
+        if not prompts:
+            raise BadParameter("prompt must not be empty")
         streaming = bool(body.get("stream"))
         job = Job(
             self.generation_state.dispatcher,

@@ -75,6 +75,18 @@ def stop_strings(body: Mapping[str, Any]) -> list[str]:
     return stops
 
 
+def check_forms(body: Mapping[str, Any]) -> None:
+    """What stock's handlers take as it comes. Raises: BadParameter."""
+    number(body, "frequency_penalty", -0.999, 2)  # stock's reading of it: a repetition_penalty, 1 more
+    if not isinstance(body.get("generation_config") or "", str):
+        raise BadParameter("generation_config must be JSON in a string")
+    bias = body.get("logit_bias")
+    if bias is not None:
+        is_mapping = isinstance(bias, dict) and all(str(token).isdigit() for token in bias)
+        if not is_mapping or not all(isinstance(value, (int, float)) for value in bias.values()):
+            raise BadParameter("logit_bias must map token ids to numbers")
+
+
 def apply_sampling(body: Mapping[str, Any], config: GenerationConfig) -> None:
     """Put the sampling parameters of a request into its configuration.
 
@@ -94,6 +106,8 @@ def apply_sampling(body: Mapping[str, Any], config: GenerationConfig) -> None:
         config.do_sample, config.temperature, config.top_p = False, None, None
     elif temperature is not None or (top_p is not None and top_p < 1):
         config.do_sample = True
+        config.temperature = config.temperature if temperature is None else temperature
+        config.top_p = config.top_p if top_p is None else top_p
     seed = number(body, "seed", -(2**63), 2**64, int)
     if seed is not None:
         config.seed = seed  # the dispatcher takes it off again: stock's handlers pass nothing else on

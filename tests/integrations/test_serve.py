@@ -1,0 +1,475 @@
+# ruff: noqa: E402  (what the extra brings is looked for before it is imported)
+"""The server, asked by real OpenAI clients over real sockets."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("prometheus_client")
+openai = pytest.importorskip("openai")
+uvicorn = pytest.importorskip("uvicorn")
+
+import httpx
+from helpers import demo_prompts, ours, stock_greedy
+from hypothesis import given
+from hypothesis import strategies as st
+from lfm2_cb.integrations.serve import build_app
+from lfm2_cb.integrations.serve.choices import Choice, StopStrings
+from transformers import ContinuousBatchingConfig
+from transformers.utils.chat_parsing import ResponseParser
+
+import lfm2_cb
+from lfm2_cb.manager_outputs import CbGenerationOutput, RequestStatus
+
+KEY = "secret"
+#: an answer that ends only when it is made to
+ENDLESS = {"generation_config": '{"max_new_tokens": 4000, "do_sample": true, "suppress_tokens": [2, 7]}'}
+CHAT = [{"role": "user", "content": "Who is Emma?"}]
+
+
+class Server:
+    """An application on a port of its own, in a thread."""
+
+    def __init__(self, model, tokenizer, **options):
+        self.app = build_app(model, tokenizer, name="tiny", api_key=KEY, **options)
+        config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="critical")
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run)
+
+    def __enter__(self):
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+        return self
+
+    def __exit__(self, *_):
+        self._server.should_exit = True
+        self._thread.join()
+
+    def metrics(self) -> dict[str, float]:
+        text = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+        lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        return {name.removeprefix("lfm2_cb_"): float(value) for name, value in lines}
+
+    def wait_for(self, **gauges) -> None:
+        """Until all these gauges have these values."""
+        deadline = time.monotonic() + 60
+        while {name: self.metrics()[name] for name in gauges} != gauges:
+            assert time.monotonic() < deadline, self.metrics()
+            time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def server(demo_stock, demo_tokenizer):
+    with Server(ours(demo_stock), demo_tokenizer) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def complete(server):
+    return lambda **kwargs: server.client.completions.create(**{"model": "tiny", "max_tokens": 12, **kwargs})
+
+
+@pytest.fixture(scope="module")
+def chat(server):
+    defaults = {"model": "tiny", "messages": CHAT, "max_tokens": 12}
+    return lambda **kwargs: server.client.chat.completions.create(**{**defaults, **kwargs})
+
+
+@pytest.fixture(scope="module")
+def greedy(demo_stock, demo_tokenizer):
+    """Stock's text after a prompt (text, or a chat)."""
+
+    def answer(prompt, count=12):
+        if isinstance(prompt, str):
+            ids = demo_tokenizer(prompt)["input_ids"]
+        else:
+            ids = demo_tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+        tokens = stock_greedy(demo_stock, ids, count, eos_token_id=[7, 2])
+        return demo_tokenizer.decode(tokens, skip_special_tokens=True)
+
+    return answer
+
+
+# What is answered
+
+
+def test_64_clients_at_once_get_what_generate_says(server, greedy):
+    prompts = demo_prompts(32) * 2
+    expected = {prompt: greedy(prompt) for prompt in prompts[:32]}
+
+    async def ask(index, prompt):
+        client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=120)
+        answer = await client.completions.create(model="tiny", prompt=prompt, max_tokens=12, stream=index % 2 == 1)
+        if index % 2 == 0:
+            assert answer.usage.completion_tokens <= 12
+            return answer.choices[0].text
+        return "".join([chunk.choices[0].text async for chunk in answer])
+
+    async def ask_all():
+        return await asyncio.gather(*(ask(i, prompt) for i, prompt in enumerate(prompts)))
+
+    assert asyncio.run(ask_all()) == [expected[prompt] for prompt in prompts]
+
+
+def test_chat_as_json_and_as_events(chat, greedy):
+    whole = chat()
+    assert whole.choices[0].message.content == greedy(CHAT)
+    assert (whole.choices[0].finish_reason, whole.usage.completion_tokens, whole.object) == (
+        "length",
+        12,
+        "chat.completion",
+    )
+    *events, last = chat(stream=True, stream_options={"include_usage": True})
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(event.choices[0].delta.content or "" for event in events) == greedy(CHAT)
+    assert [event.choices[0].finish_reason for event in events][-2:] == [None, "length"] and len(events) > 6
+    assert not last.choices and last.usage == whole.usage.model_copy(
+        update={"prompt_tokens_details": last.usage.prompt_tokens_details}
+    )
+
+
+def test_responses_as_json_and_as_events(server, greedy):
+    ask = {"model": "tiny", "input": CHAT[0]["content"], "max_output_tokens": 12}
+    whole = server.client.responses.create(**ask)
+    assert whole.output_text == greedy(CHAT) and whole.usage.output_tokens == 12
+    *events, last = server.client.responses.create(**ask, stream=True)
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == greedy(CHAT)
+    assert last.type == "response.completed" and last.response.output_text == greedy(CHAT)
+
+
+def test_a_prompt_is_text_or_token_ids_or_several(complete, demo_tokenizer, greedy):
+    prompts = demo_prompts(3)
+    ids = [demo_tokenizer(prompt)["input_ids"] for prompt in prompts]
+    for given_prompt in (prompts, ids):
+        choices = complete(prompt=given_prompt).choices
+        assert [(c.index, c.text) for c in choices] == [(i, greedy(prompt)) for i, prompt in enumerate(prompts)]
+    assert complete(prompt=ids[0]).choices[0].text == greedy(prompts[0])
+
+
+def test_without_a_limit_the_answer_takes_the_room_there_is(complete):
+    answer = complete(prompt=[1] + [300] * 4090, max_tokens=None)
+    assert answer.usage.total_tokens <= 4096 and answer.usage.completion_tokens >= 1
+
+
+# Parameters of each request
+
+
+def test_sampling_is_each_requests_own(chat):
+    def texts(**kwargs):
+        return [choice.message.content for choice in chat(**kwargs).choices]
+
+    one, same, other = (texts(temperature=1.0, seed=seed) for seed in (1, 1, 2))
+    assert one == same != other
+    assert texts(temperature=0) == texts() == texts(temperature=1.0, extra_body={"top_k": 1})
+    assert texts(temperature=1.0, seed=1, top_p=1e-6) == texts()
+    assert texts(extra_body={"generation_config": json.dumps({"max_new_tokens": 12, "suppress_tokens": [276]})})
+
+
+def test_several_choices(chat, complete):
+    choices = chat(n=3, temperature=1.5, seed=5).choices
+    assert [choice.index for choice in choices] == [0, 1, 2]
+    assert len({choice.message.content for choice in choices}) == 3
+    assert len({choice.text for choice in complete(prompt="It was", n=3).choices}) == 1  # greedy
+    texts = ["", "", ""]
+    for event in chat(n=3, temperature=1.5, seed=5, stream=True):
+        texts[event.choices[0].index] += event.choices[0].delta.content or ""
+    assert texts == [choice.message.content for choice in choices]
+
+
+def test_stop_strings_end_the_answer_before_them(complete, greedy, server):
+    whole = greedy("It was", 40)
+    for stop in (whole[7:11], [whole[20:23], "never to be seen"]):
+        cut = whole[: whole.find(stop if isinstance(stop, str) else stop[0])]
+        (choice,) = complete(prompt="It was", stop=stop, max_tokens=400).choices
+        assert (choice.text, choice.finish_reason) == (cut, "stop")
+        events = list(complete(prompt="It was", stop=stop, max_tokens=400, stream=True))
+        assert "".join(event.choices[0].text for event in events) == cut
+        assert events[-1].choices[0].finish_reason == "stop"
+    server.wait_for(running=0)  # the rest is not computed for nobody
+
+
+@torch.no_grad()
+def test_logprobs_are_the_models(chat, complete, demo_stock, demo_tokenizer):
+    ids = demo_tokenizer("It was")["input_ids"]
+    answer = complete(prompt="It was", logprobs=3, max_tokens=5).choices[0]
+    tokens = stock_greedy(demo_stock, ids, 5)
+    logprobs = demo_stock(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(tokens).unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(torch.tensor(answer.logprobs.token_logprobs), expected, atol=1e-3, rtol=0)
+    assert "".join(answer.logprobs.tokens) == answer.text and all(len(t) == 3 for t in answer.logprobs.top_logprobs)
+    offsets = answer.logprobs.text_offset
+    assert [answer.text[o:].startswith(t) for o, t in zip(offsets, answer.logprobs.tokens, strict=True)] == [True] * 5
+    entries = chat(logprobs=True, top_logprobs=2, max_tokens=5).choices[0].logprobs.content
+    assert [entry.top_logprobs[0].token for entry in entries] == [entry.token for entry in entries]
+    events = list(chat(logprobs=True, top_logprobs=2, max_tokens=5, stream=True))
+    streamed = [e for event in events if (lp := event.choices[0].logprobs) for e in lp.content]
+    assert [entry.token for entry in streamed] == [entry.token for entry in entries]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"presence_penalty": 0.5},
+        {"response_format": {"type": "json_object"}},
+        {"tool_choice": "required"},
+        {"modalities": ["audio"]},
+        {"temperature": -1},
+        {"temperature": "hot"},
+        {"top_p": 2},
+        {"frequency_penalty": "much"},
+        {"logit_bias": {"a": 1}},
+        {"generation_config": {"max_new_tokens": 3}},
+        {"generation_config": '{"num_beams": 3}'},
+        {"n": 0},
+        {"n": 1000},
+        {"stop": [1]},
+        {"max_tokens": 0},
+        {"max_tokens": 5000},
+        {"top_logprobs": 50, "logprobs": True},
+        {"messages": []},
+        {"messages": [{"content": "no role"}]},
+        {"unheard_of": 1},
+    ],
+    ids=str,
+)
+def test_what_is_wrong_or_not_supported_is_refused_by_name(chat, body):
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(extra_body=body)
+    names = (next(iter(body)), "max_new_tokens", "sequences", "num_beams")
+    assert any(name in caught.value.body["message"] for name in names)
+    assert caught.value.body["type"] == "invalid_request_error"
+
+
+def test_what_asks_for_nothing_is_accepted(chat, complete, greedy):
+    neutral = {"presence_penalty": 0, "response_format": {"type": "text"}, "user": "me", "store": False, "stop": None}
+    assert chat(extra_body=neutral).choices[0].message.content == greedy(CHAT)
+    assert complete(prompt="It was", echo=False, best_of=1).choices[0].text == greedy("It was")
+
+
+def test_other_endpoints_refuse_by_name_too(server, complete):
+    with pytest.raises(openai.BadRequestError, match="echo"):
+        complete(prompt="It was", echo=True)
+    with pytest.raises(openai.BadRequestError, match="empty"):
+        complete(prompt=[])
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        server.client.responses.create(model="tiny", input="Hello", previous_response_id="r")
+    with pytest.raises(openai.BadRequestError, match="input"):
+        server.client.responses.create(model="tiny", input="")
+    with pytest.raises(openai.BadRequestError, match="pinned"):
+        complete(prompt="It was", model="another")
+    assert [model.id for model in server.client.models.list()] == ["tiny"]
+
+
+# The door
+
+
+def test_the_key_is_asked_of_everything_but_health(server):
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}):
+        for path in ("/v1/models", "/metrics"):
+            response = httpx.get(f"{server.url}{path}", headers=headers)
+            assert response.status_code == 401 and response.json()["error"]["type"] == "authentication_error"
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+def test_stocks_routes_that_load_and_unload_models_are_not_there(server):
+    headers = {"Authorization": f"Bearer {KEY}"}
+    for path in ("/reset", "/load_model", "/v1/audio/transcriptions", "/docs"):
+        assert httpx.post(f"{server.url}{path}", headers=headers, json={"model": "x"}).status_code in (404, 405)
+
+
+def test_a_request_that_is_too_long_is_not_read(demo_stock, demo_tokenizer):
+    with Server(ours(demo_stock), demo_tokenizer, max_request_bytes=1000) as server:
+        with pytest.raises(openai.APIStatusError, match="longer than 1000 bytes"):
+            server.client.completions.create(model="tiny", prompt="x" * 1000)
+
+        def endless():  # no content-length
+            while True:
+                yield b"x" * 100
+
+        headers = {"Authorization": f"Bearer {KEY}"}
+        try:
+            response = httpx.post(f"{server.url}/v1/completions", headers=headers, content=endless(), timeout=30)
+            assert response.status_code == 413
+        except (httpx.WriteError, httpx.ReadError):
+            pass  # the connection was closed while we were still sending
+        assert server.metrics()['refused_total{status="413"}'] == 2
+
+
+def test_a_full_queue_is_answered_with_429(demo_stock, demo_tokenizer):
+    limits = ContinuousBatchingConfig(max_requests_per_batch=1)
+    with Server(ours(demo_stock), demo_tokenizer, max_queue=2, continuous_batching_config=limits) as server:
+
+        async def crowd():
+            client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0)
+            long = {"model": "tiny", "prompt": "It was", "extra_body": ENDLESS, "stream": True}
+            first = await client.completions.create(**long)
+            await anext(first.__aiter__())  # it runs
+            waiting = [await client.completions.create(**long) for _ in range(2)]
+            with pytest.raises(openai.RateLimitError) as caught:
+                await client.completions.create(**long)
+            assert caught.value.response.headers["retry-after"] == "1"
+            assert server.metrics()["queue_depth"] == 2
+            for stream in (first, *waiting):
+                await stream.close()
+
+        asyncio.run(crowd())
+        server.wait_for(running=0, queue_depth=0)
+        assert server.metrics()['refused_total{status="429"}'] == 1
+        assert server.client.completions.create(model="tiny", prompt="It was", max_tokens=3).choices[0].text
+
+
+# Clients that leave
+
+
+def test_kill_9_of_a_client_in_mid_stream_frees_its_blocks(server):
+    code = """
+import sys, openai
+client = openai.OpenAI(base_url=sys.argv[1], api_key=sys.argv[2])
+endless = {"generation_config": sys.argv[3]}
+for event in client.completions.create(model="tiny", prompt="It was", n=2, extra_body=endless, stream=True):
+    print("token", flush=True)
+"""
+    server.wait_for(running=0)
+    before = server.metrics()
+    command = [sys.executable, "-c", code, f"{server.url}/v1", KEY, ENDLESS["generation_config"]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
+        assert client.stdout.readline() == b"token\n"
+        server.wait_for(running=2)
+        assert server.metrics()["cache_usage"] > 0
+        client.send_signal(signal.SIGKILL)
+    server.wait_for(running=0, queue_depth=0, cache_usage=0)
+    name = 'sequences_total{finish_reason="cancelled"}'
+    assert server.metrics()[name] - before.get(name, 0) == 2
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_client_that_does_not_wait_for_its_json_cancels_it(server, path):
+    server.wait_for(running=0)
+    body = {"model": "tiny", **ENDLESS}
+    body |= {"prompt": "It was"} if path == "/v1/completions" else {}
+    body |= {"messages": CHAT} if "chat" in path else {}
+    body |= {"input": "Hello"} if "responses" in path else {}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}{path}", json=body, headers={"Authorization": f"Bearer {KEY}"}, timeout=0.3)
+    server.wait_for(running=0, queue_depth=0, cache_usage=0)
+
+
+def test_metrics_count_what_was_done(server, complete):
+    server.wait_for(running=0)
+    before = server.metrics()
+    answer = complete(prompt="It was a day like no other", max_tokens=7)
+    after = server.metrics()
+    gained = {name: after[name] - before.get(name, 0) for name in after}
+    assert gained["generated_tokens_total"] == answer.usage.completion_tokens == 7
+    assert gained["prompt_tokens_total"] == answer.usage.prompt_tokens
+    assert gained['sequences_total{finish_reason="length"}'] == 1
+    assert gained["time_to_first_token_seconds_count"] == 1 and gained["inter_token_seconds_count"] == 6
+    assert gained['inter_token_seconds_bucket{le="+Inf"}'] == 6 and gained["sequence_seconds_count"] == 1
+
+
+def test_a_dead_engine_is_said_to_be_dead(demo_stock, demo_tokenizer, monkeypatch):
+    with Server(ours(demo_stock), demo_tokenizer) as server:
+        monkeypatch.setattr("lfm2_cb.engine.engine.Engine.step", lambda self: 1 / 0)
+        for error, status in ((openai.InternalServerError, 500), (openai.InternalServerError, 503)):
+            with pytest.raises(error) as caught:
+                server.client.completions.create(model="tiny", prompt="It was")
+            assert caught.value.status_code == status
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        monkeypatch.undo()
+
+
+# The pieces
+
+
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), st.data())
+def test_stop_strings_do_not_depend_on_how_the_text_is_cut(text, stops, data):
+    reader, seen, rest = StopStrings(stops), "", text
+    while rest:
+        size = data.draw(st.integers(1, len(rest)))
+        seen += reader.add(rest[:size])
+        rest = rest[size:]
+    seen += reader.flush()
+    ends = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
+    assert reader.found == bool(ends)
+    if not ends:
+        assert seen == text
+    else:  # the first to be complete, whatever comes in one piece; nothing of a stop string is ever handed out
+        assert text.startswith(seen) and min(place for _, place in ends) <= len(seen) <= max(p for _, p in ends)
+        assert not any(stop in seen for stop in stops)
+
+
+def test_reasoning_and_tool_calls_are_told_apart(demo_tokenizer):
+    template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+            "tool_calls": {
+                "open_pattern": r"\s*<call>",
+                "close": "</call>",
+                "repeats": True,
+                "content": "json",
+                "transform": {"type": "function", "function": "{content}"},
+            },
+            "content": {"content": "text"},
+        },
+    }
+    call = {"name": "weather", "arguments": {"city": "Bath"}}
+    text = f"<think>hm</think>Let me see.<call>{json.dumps(call)}</call>"
+    ids = demo_tokenizer(text, add_special_tokens=False)["input_ids"]
+    choice = Choice(0, demo_tokenizer, parser=ResponseParser(template, prefix=""))
+    for end in range(1, len(ids) + 1):
+        status = RequestStatus.FINISHED if end == len(ids) else RequestStatus.DECODING
+        reason = "stop" if end == len(ids) else None
+        choice.read(CbGenerationOutput("r", [1], ids[:end], status=status, finish_reason=reason))
+    assert (choice.whole.reasoning, choice.whole.text) == ("hm", "Let me see.")
+    (found,) = choice.whole.tool_calls
+    assert {"name": found.name, "arguments": json.loads(found.arguments)} == call
+    assert choice.whole.finish_reason == "tool_calls"
+
+
+def test_the_command_serves_until_interrupted():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = """
+import argparse
+from lfm2_cb.integrations.serve import add_serve_arguments, main
+parser = argparse.ArgumentParser()
+add_serve_arguments(parser)
+main(parser.parse_args())
+"""
+    arguments = [lfm2_cb.demo_model_path(), "--port", str(port), "--name", "tiny", "--num-blocks", "64"]
+    environment = {**os.environ, "LFM2_CB_API_KEY": KEY}
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment) as process:
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                assert [model.id for model in client.models.list()] == ["tiny"]
+                break
+            except openai.APIConnectionError:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.1)
+        assert client.completions.create(model="tiny", prompt="It was", max_tokens=4).choices[0].text
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+
+
+def test_what_build_app_cannot_do(demo_stock):
+    with pytest.raises(ValueError, match="tokenizer"):
+        build_app(ours(demo_stock))
+    with pytest.raises(ValueError, match="max_queue"):
+        build_app(lfm2_cb.demo_model_path(), max_queue=0)
