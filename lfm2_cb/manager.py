@@ -386,7 +386,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
 
     def _deliver(self, steps: list[StepOutput]) -> None:
         with self._changed:
-            now = perf_counter()
+            now, outputs = perf_counter(), []
             for step in steps:
                 entry = self._live[self._names[step.request.request_id]]
                 if entry.timestamps is not None:
@@ -394,7 +394,8 @@ class Lfm2CbManager(ContinuousBatchingManager):
                 if step.finished:
                     del self._live[entry.request_id], self._names[step.request.request_id]
                 if step.finished or entry.streaming:
-                    self.output_router.deliver(entry.output())
+                    outputs.append(entry.output())
+            self.output_router.deliver_batch(outputs)
             self._changed.notify_all()
 
     def _end(self, error: Exception | None) -> None:
@@ -405,7 +406,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
                 request = entry.request
                 request.status, request.finish_reason = EngineStatus.FINISHED, FinishReason.ERROR
                 request.error = error or RuntimeError("the manager was stopped before this request was done")
-                self.output_router.deliver(entry.output())
+            self.output_router.deliver_batch([entry.output() for entry in self._live.values()])
             if self._live:  # the engine is in the middle of these
                 self._generator = self.batch_processor = None
             self._live.clear()

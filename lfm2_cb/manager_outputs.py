@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +64,7 @@ class LiveRequest:
         failed = request.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED)
         return CbGenerationOutput(
             request_id=self.request_id,
-            prompt_ids=list(request.prompt_token_ids),
+            prompt_ids=request.prompt_token_ids,
             generated_tokens=request.output_token_ids,
             logprobs=list(trace.processed) if isinstance(trace, ProcessedLogprobs) else [],
             error=None if not failed else str(request.error or request.finish_reason),
@@ -128,19 +129,21 @@ class OutputRouter:
         self._undelivered: dict[str, deque[CbGenerationOutput]] = {}  # by request
         self._handlers: dict[str, tuple[Handler, asyncio.AbstractEventLoop]] = {}
 
-    def deliver(self, output: CbGenerationOutput) -> None:
-        """Give an output to its handler, or keep it for `get`. Called with `changed` held."""
-        name = output.request_id
-        callback, loop = self._handlers.get(name, (None, None))
-        if output.is_finished():
-            self._handlers.pop(name, None)
-        if callback is None or loop is None:
-            self._undelivered.setdefault(name, deque()).append(output)
-            return
-        try:
-            loop.call_soon_threadsafe(callback, output)
-        except RuntimeError:  # the listener's event loop is closed: nobody is left to read this
-            self._handlers.pop(name, None)
+    def deliver_batch(self, outputs: Sequence[CbGenerationOutput]) -> None:
+        """Give outputs to their handlers, or keep them for `get`. Called with `changed` held."""
+        calls: dict[asyncio.AbstractEventLoop, list[tuple[Handler, CbGenerationOutput]]] = {}
+        for output in outputs:
+            name = output.request_id
+            callback, loop = self._handlers.get(name, (None, None))
+            if output.is_finished():
+                self._handlers.pop(name, None)
+            if callback is None or loop is None:
+                self._undelivered.setdefault(name, deque()).append(output)
+            else:
+                calls.setdefault(loop, []).append((callback, output))
+        for loop, batch in calls.items():
+            with suppress(RuntimeError):  # the listeners' event loop is closed: nobody is left to read this
+                loop.call_soon_threadsafe(_call_all, loop, batch)
 
     def register(self, name: str, callback: Handler) -> None:
         """Have `callback(output)` called on the running event loop for every output, early ones included."""
@@ -167,3 +170,12 @@ class OutputRouter:
             if not self._undelivered[key]:
                 del self._undelivered[key]
             return output
+
+
+def _call_all(loop: asyncio.AbstractEventLoop, batch: list[tuple[Handler, CbGenerationOutput]]) -> None:
+    """One wake-up of the event loop for all of a step; a handler that raises does so alone."""
+    for callback, output in batch:
+        try:
+            callback(output)
+        except Exception as error:
+            loop.call_exception_handler({"message": "lfm2_cb: a result handler failed", "exception": error})

@@ -205,6 +205,28 @@ def test_handlers_run_on_their_event_loop(manager, stock):
     assert seen[-1].generated_tokens == stock_greedy(stock, [5, 6], 8)
 
 
+def test_a_handler_that_fails_or_is_gone_harms_nobody(manager, stock):
+    async def listen():
+        failures, seen = [], asyncio.Queue()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["exception"]))
+        bad, good = manager.add_requests([[5], [6]], max_new_tokens=20, streaming=True)
+        manager.register_result_handler(bad, lambda output: 1 / 0)
+        manager.register_result_handler(good, seen.put_nowait)
+        while not (output := await asyncio.wait_for(seen.get(), 60)).is_finished():
+            pass
+        return failures, output
+
+    failures, output = asyncio.run(listen())
+    assert isinstance(failures[0], ZeroDivisionError) and output.generated_tokens == stock_greedy(stock, [6], 20)
+
+    async def leave():
+        manager.register_result_handler(manager.add_request([5], streaming=True, max_new_tokens=300), print)
+
+    asyncio.run(leave())  # its event loop is closed while the request runs
+    assert manager.get_result(manager.add_request([7])).generated_tokens == stock_greedy(stock, [7], 8)
+    assert manager.is_running()
+
+
 def test_a_cancelled_request_gets_a_last_output_and_gives_back_its_memory(manager, stock):
     name = manager.add_request(LONG, max_new_tokens=2000, streaming=True)
     kept = manager.add_request([5])

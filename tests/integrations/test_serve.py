@@ -390,6 +390,29 @@ def test_a_dead_engine_is_said_to_be_dead(demo_stock, demo_tokenizer, monkeypatc
         monkeypatch.undo()
 
 
+def test_stocks_own_command_serves_ours_once_enabled(greedy):
+    """`transformers serve --continuous-batching`, in a process that has called `enable()`."""
+    from transformers.cli.serve import Serve
+
+    lfm2_cb.enable()
+    path = lfm2_cb.demo_model_path()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    stock_server = Serve(
+        path, continuous_batching=True, device="cpu", dtype="float32", port=port, non_blocking=True, log_level="error"
+    )
+    try:
+        client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0, timeout=60)
+        ask = {"model": path, "messages": CHAT, "max_tokens": 12}
+        assert client.chat.completions.create(**ask).choices[0].message.content == greedy(CHAT)
+        events = client.chat.completions.create(**ask, stream=True)
+        assert "".join(event.choices[0].delta.content or "" for event in events) == greedy(CHAT)
+    finally:
+        stock_server.kill_server()
+        lfm2_cb.disable()
+
+
 # The pieces
 
 
