@@ -1,0 +1,107 @@
+"""The class that `Dataset.map_batches` makes an actor of."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+from lfm2_cb.generator import ContinuousBatchingGenerator, default_dtype
+from lfm2_cb.handover import refuse
+from lfm2_cb.model.modeling import Lfm2CbForCausalLM
+from lfm2_cb.outputs import RequestOutput
+from lfm2_cb.prompts import tokenize
+
+
+class Lfm2CbPredictor:
+    """Generates for the prompts of each batch; loads the model once, and keeps the engine and its prefix cache.
+
+        dataset.map_batches(
+            Lfm2CbPredictor,
+            fn_constructor_kwargs={"model": path, "generation_kwargs": {"max_new_tokens": 64}},
+            batch_size=1024,
+            compute=ray.data.ActorPoolStrategy(size=2),
+        )
+
+    The engine runs empty at the end of each batch, so a batch should be several times `max_sequences`.
+
+    Args:
+        model: checkpoint path, readable on every node.
+        prompt_column: texts, chats or lists of token ids.
+        output_column: where the generated text goes. Beside it come `finish_reason`, `num_tokens` and `error`, which
+            is "" for a row that went well; a row that cannot be run says why there, and stops nobody else.
+        generation_kwargs: as of `ContinuousBatchingGenerator.generate()`, one sequence a row. With a `seed`, sampled
+            answers depend on it and on the batch the row is in; without, each batch draws its own.
+        generator_kwargs: options of `ContinuousBatchingGenerator`.
+        device, dtype: None: CUDA where Ray gave the actor a GPU, and what the hardware multiplies best.
+    Raises: UnsupportedOptionError, TypeError, ValueError: an option that cannot be honoured, when the actor starts.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        prompt_column: str = "prompt",
+        output_column: str = "generated_text",
+        generation_kwargs: Mapping[str, Any] | None = None,
+        generator_kwargs: Mapping[str, Any] | None = None,
+        device: str | None = None,
+        dtype: str | torch.dtype | None = None,
+    ) -> None:
+        self.prompt_column, self.output_column = prompt_column, output_column
+        self.generation_kwargs = dict(generation_kwargs or {})
+        self.seed = self.generation_kwargs.pop("seed", None)
+        network = Lfm2CbForCausalLM.from_pretrained(model, dtype=dtype or default_dtype())
+        network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.generator = ContinuousBatchingGenerator(
+            network, AutoTokenizer.from_pretrained(model), **(generator_kwargs or {})
+        )
+        options = self.generator.resolve(None, self.generation_kwargs)
+        refuse(options, "Lfm2CbPredictor")
+        if options.num_return_sequences != 1:
+            raise ValueError(f"Lfm2CbPredictor makes one sequence a row, not {options.num_return_sequences}")
+
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
+        """The batch with its new columns, in its order."""
+        if self.prompt_column not in batch:
+            raise ValueError(f"no column {self.prompt_column!r}, only {', '.join(batch)}")
+        results = self._generate([_plain(value) for value in batch[self.prompt_column]])
+        done = [result if isinstance(result, RequestOutput) else None for result in results]
+        return {
+            **batch,
+            self.output_column: [output.text if output else "" for output in done],
+            "finish_reason": [str(output.finish_reason) if output else "error" for output in done],
+            "num_tokens": np.array([len(output.token_ids) if output else 0 for output in done], dtype=np.int64),
+            "error": [_error(result) for result in results],
+        }
+
+    def _generate(self, prompts: list[Any]) -> list[RequestOutput | Exception]:
+        """An output for each prompt, or what was wrong with it."""
+        options = self.generator.resolve(None, {**self.generation_kwargs, "seed": self._batch_seed(prompts)})
+        submissions: list[Any] = []
+        for index, prompt in enumerate(prompts):
+            try:
+                token_ids = tokenize([prompt], self.generator.tokenizer)
+                submissions.append(self.generator.enqueue(token_ids, options, first_index=index))
+            except ValueError as error:  # empty, too long, not a prompt: this row's own affair
+                submissions.append(error)
+        return [s if isinstance(s, Exception) else self.generator.run(s)[0] for s in submissions]
+
+    def _batch_seed(self, prompts: list[Any]) -> int:
+        if self.seed is None:
+            return secrets.randbits(62)
+        return int.from_bytes(hashlib.sha256(repr((self.seed, prompts)).encode()).digest()[:7])
+
+
+def _plain(value: Any) -> Any:
+    """A column's value as Python has it: Ray hands over lists as arrays."""
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def _error(result: RequestOutput | Exception) -> str:
+    error = result.error if isinstance(result, RequestOutput) else result
+    return "" if error is None else f"{type(error).__name__}: {error}"
