@@ -229,7 +229,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
     def add_requests(
         self,
         inputs: Sequence[Sequence[int]],
-        max_new_tokens: int | None = None,
+        max_new_tokens: int | Sequence[int] | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
         **generate_kwargs: Any,
@@ -241,7 +241,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
     def add_groups(
         self,
         inputs: Sequence[Sequence[int]],
-        max_new_tokens: int | None = None,
+        max_new_tokens: int | Sequence[int] | None = None,
         streaming: bool = False,
         record_timestamps: bool = False,
         **generate_kwargs: Any,

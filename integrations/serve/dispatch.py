@@ -54,6 +54,7 @@ class Dispatcher:
         if n > 1 and not config.do_sample:  # stock forks samples only; greedy ones are requests of their own
             prompts, n = [ids for ids in prompts for _ in range(n)], 1
         config.num_return_sequences = n
+        config.return_dict_in_generate = False  # scores of every token have no way out, and would fill the memory
         try:
             groups = self.manager.add_groups(
                 prompts,

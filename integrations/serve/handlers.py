@@ -33,13 +33,13 @@ class RequestOptions(BaseHandler):
 
     def _validate_request(self, body: dict[str, Any]) -> None:
         parameters.check_names(body, self.honoured)
+        parameters.check_forms(body)
 
     def _build_generation_config(
         self, body: dict[str, Any], model_generation_config: GenerationConfig, use_cb: bool = True
     ) -> GenerationConfig:
         # Stock seeds the whole process, samples only where the model does by default, and has stop strings looked for
         # in every token; here it is done to the text.
-        parameters.check_forms(body)
         kept = {name: body[name] for name in body if name not in ("seed", "stop", "temperature", "top_p")}
         config = super()._build_generation_config(kept, model_generation_config, use_cb)
         limit = next((v for name in self.limits if (v := number(body, name, 1, 2**31, int)) is not None), None)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 #: of every endpoint: read by stock's handlers or here. The last line is not OpenAI's.
 COMMON = {
@@ -38,6 +39,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
+
+#: of the call that applies a chat template; a client may set the template's variables, and none of these
+TEMPLATE_CALL = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 
 #: most tokens reported beside each generated one
 MAX_TOP_LOGPROBS = 20
@@ -80,6 +84,9 @@ def check_forms(body: Mapping[str, Any]) -> None:
     number(body, "frequency_penalty", -0.999, 2)  # stock's reading of it: a repetition_penalty, 1 more
     if not isinstance(body.get("generation_config") or "", str):
         raise BadParameter("generation_config must be JSON in a string")
+    template_kwargs = body.get("chat_template_kwargs") or {}
+    if not isinstance(template_kwargs, dict) or template_kwargs.keys() & TEMPLATE_CALL:
+        raise BadParameter("chat_template_kwargs must be an object with variables of the chat template")
     bias = body.get("logit_bias")
     if bias is not None:
         is_mapping = isinstance(bias, dict) and all(str(token).isdigit() for token in bias)

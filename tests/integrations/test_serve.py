@@ -232,6 +232,8 @@ def test_logprobs_are_the_models(chat, complete, demo_stock, demo_tokenizer):
         {"logit_bias": {"a": 1}},
         {"generation_config": {"max_new_tokens": 3}},
         {"generation_config": '{"num_beams": 3}'},
+        {"chat_template_kwargs": {"chat_template": "mine"}},
+        {"logprobs": True, "top_logprobs": "many"},
         {"n": 0},
         {"n": 1000},
         {"stop": [1]},
@@ -247,7 +249,7 @@ def test_logprobs_are_the_models(chat, complete, demo_stock, demo_tokenizer):
 def test_what_is_wrong_or_not_supported_is_refused_by_name(chat, body):
     with pytest.raises(openai.BadRequestError) as caught:
         chat(extra_body=body)
-    names = (next(iter(body)), "max_new_tokens", "sequences", "num_beams")
+    names = (next(iter(body)), "max_new_tokens", "sequences", "num_beams", "top_logprobs")
     assert any(name in caught.value.body["message"] for name in names)
     assert caught.value.body["type"] == "invalid_request_error"
 
