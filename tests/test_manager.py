@@ -374,7 +374,7 @@ def test_pause_holds_requests_under_way_and_loses_none():
     stock = random_stock(15)
     model = ours(stock)
     with model.continuous_batching_context_manager(generation_config=GREEDY) as manager:
-        name = manager.add_request(LONG[:100], streaming=True, max_new_tokens=60)
+        name = manager.add_request(LONG[:40], streaming=True, max_new_tokens=60)
         first = manager.get_result(name)
         with manager.pause(), manager.pause():
             change(stock)
@@ -383,7 +383,7 @@ def test_pause_holds_requests_under_way_and_loses_none():
                 manager.stop()
         *_, last = manager.request_id_iter(name)
         assert len(last.generated_tokens) == 60 and len(first.generated_tokens) + held < 60
-        whole = LONG[:100] + last.generated_tokens  # partly the old weights': none of it may be taken up again
+        whole = LONG[:40] + last.generated_tokens  # partly the old weights': none of it may be taken up again
         assert manager.get_result(manager.add_request(whole)).generated_tokens == stock_greedy(stock, whole, 8)
     with pytest.raises(RuntimeError, match="no generation loop"), manager.pause():
         pass
