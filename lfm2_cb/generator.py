@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-import re
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers import (
     GenerationConfig,
-    Lfm2ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -25,9 +21,7 @@ from .engine.engine import Engine, EngineConfig, StepOutput
 from .engine.loop import EngineLoop, Submission, interrupt_between_steps
 from .engine.sampler import Trace
 from .handover import refuse, stock_generate, stock_outputs
-from .loading import default_dtype, load_model, load_tokenizer
-from .model.conversion import adopt, still_adopted
-from .model.modeling import Lfm2CbForCausalLM
+from .loading import as_lfm2_cb, default_dtype, load_model, load_tokenizer, parse_bytes
 from .option_types import check_types
 from .options import CallOptions, GenerateOptions, UnsupportedOptionError, make_requests, resolve_options
 from .outputs import RequestEvent, RequestOutput
@@ -38,8 +32,6 @@ from .scheduling.request import FinishReason, Request
 from .text import IncrementalDecoder
 
 logger = logging.get_logger("transformers.lfm2_cb")
-
-_adopted: weakref.WeakKeyDictionary[PreTrainedModel, Lfm2CbForCausalLM] = weakref.WeakKeyDictionary()
 
 
 class ContinuousBatchingGenerator:
@@ -403,28 +395,3 @@ class RequestHandle:
     def cancel(self) -> None:
         """End the request; `result()` then gives what it had, with finish_reason "cancelled"."""
         self._generator._loop.cancel(self._submission.requests)
-
-
-def as_lfm2_cb(model: Any) -> Lfm2CbForCausalLM:
-    """Our model as it is, or a stock LFM2 adopted once (its weights shared). Raises: TypeError."""
-    if isinstance(model, Lfm2CbForCausalLM):
-        return model
-    if not isinstance(model, Lfm2ForCausalLM):
-        raise TypeError(
-            f"lfm2_cb runs LFM2 models, got {type(model).__name__} (unwrap adapters and data-parallel wrappers first)"
-        )
-    known = _adopted.get(model)
-    if known is None or not still_adopted(model, known):
-        known = _adopted[model] = adopt(model, Lfm2CbForCausalLM)
-    return known
-
-
-def parse_bytes(value: int | str) -> int:
-    """Bytes from a number, or from text such as "2GiB", "512 MiB", "1.5GB". Raises: ValueError."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.I) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError(f"cache_memory must be bytes or text such as '2GiB', got {value!r}")
-    number, unit, binary = match.groups()
-    return math.floor(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))

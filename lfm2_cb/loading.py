@@ -1,18 +1,24 @@
-"""Checkpoints from disk or the hub: LFM2 only, safetensors only, nobody's code, unless asked."""
+"""Models: checkpoints from disk or the hub (LFM2 only, safetensors only, nobody's code, unless asked), or live ones."""
 
 from __future__ import annotations
 
+import math
+import re
+import weakref
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, Lfm2ForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from .model.configuration import Lfm2CbConfig
+from .model.conversion import adopt, still_adopted
 from .model.modeling import Lfm2CbForCausalLM
 
 #: what a checkpoint's config.json may call itself
 MODEL_TYPES = ("lfm2", Lfm2CbConfig.model_type)
+
+_adopted: weakref.WeakKeyDictionary[PreTrainedModel, Lfm2CbForCausalLM] = weakref.WeakKeyDictionary()
 
 
 class UnsafeCheckpointError(ValueError):
@@ -62,3 +68,28 @@ def describe_files(path: str) -> dict[str, Any]:
     folder = Path(path)
     patterns = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors", "*.bin")
     return {file.name: file.stat().st_size for pattern in patterns for file in sorted(folder.glob(pattern))}
+
+
+def as_lfm2_cb(model: Any) -> Lfm2CbForCausalLM:
+    """Our model as it is, or a stock LFM2 adopted once (its weights shared). Raises: TypeError."""
+    if isinstance(model, Lfm2CbForCausalLM):
+        return model
+    if not isinstance(model, Lfm2ForCausalLM):
+        raise TypeError(
+            f"lfm2_cb runs LFM2 models, got {type(model).__name__} (unwrap adapters and data-parallel wrappers first)"
+        )
+    known = _adopted.get(model)
+    if known is None or not still_adopted(model, known):
+        known = _adopted[model] = adopt(model, Lfm2CbForCausalLM)
+    return known
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from a number, or from text such as "2GiB", "512 MiB", "1.5GB". Raises: ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.I) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"cache_memory must be bytes or text such as '2GiB', got {value!r}")
+    number, unit, binary = match.groups()
+    return math.floor(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))

@@ -17,8 +17,9 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.utils import logging
 
 from .engine.engine import Engine, StepOutput
-from .generator import ContinuousBatchingGenerator, as_lfm2_cb
+from .generator import ContinuousBatchingGenerator
 from .handover import refuse
+from .loading import as_lfm2_cb
 from .manager_config import check_config, generator_options
 from .manager_outputs import (
     BatchProcessor,

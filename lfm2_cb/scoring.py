@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from .engine.runner import LENGTH_DEPENDENT_ROPE
-from .generator import as_lfm2_cb
+from .loading import as_lfm2_cb
 from .model.configuration import rope_type
 from .model.modeling import Lfm2CbAttention, Lfm2CbShortConv
 from .ops.attention import causal_attention

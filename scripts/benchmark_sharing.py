@@ -18,7 +18,7 @@ from benchmark import load_model, make_workloads, run_ours, run_stock
 from lfm2_cb import ContinuousBatchingGenerator, default_dtype
 from lfm2_cb.engine.engine import Engine, EngineConfig
 from lfm2_cb.engine.sampler import SamplingParams
-from lfm2_cb.generator import as_lfm2_cb
+from lfm2_cb.loading import as_lfm2_cb
 from lfm2_cb.scheduling.cache_manager import CacheManager
 from lfm2_cb.scheduling.policies import POLICIES, make_policy
 from lfm2_cb.scheduling.request import FinishReason, Request

@@ -15,7 +15,7 @@ from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.engine.drafting import Drafting, PromptLookup, Speculation, StepTimes
 from lfm2_cb.engine.engine import Engine, EngineConfig
 from lfm2_cb.engine.sampler import SamplingParams
-from lfm2_cb.generator import as_lfm2_cb
+from lfm2_cb.loading import as_lfm2_cb
 from lfm2_cb.scheduling.cache_manager import CacheManager
 from lfm2_cb.scheduling.request import Request
 

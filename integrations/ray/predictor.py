@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
-from lfm2_cb.generator import ContinuousBatchingGenerator, default_dtype
+from lfm2_cb import ContinuousBatchingGenerator, default_dtype
 from lfm2_cb.handover import refuse
 from lfm2_cb.model.modeling import Lfm2CbForCausalLM
 from lfm2_cb.outputs import RequestOutput

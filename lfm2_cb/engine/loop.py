@@ -196,6 +196,7 @@ class EngineLoop:
         try:
             for request in running:
                 scheduler.finish(request, FinishReason.ERROR)
+                self.engine.speculation.forget(request)
             scheduler.check_integrity()
         except Exception as found:
             doubt = found

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.engine.engine import Engine, EngineConfig
 from lfm2_cb.engine.sampler import SamplingParams
-from lfm2_cb.generator import as_lfm2_cb
+from lfm2_cb.loading import as_lfm2_cb
 from lfm2_cb.model import ragged_batch
 from lfm2_cb.scheduling.cache_manager import CacheManager
 from lfm2_cb.scheduling.policies import POLICIES
