@@ -1,4 +1,4 @@
-"""Models: checkpoints from disk or the hub (LFM2 only, safetensors only, nobody's code, unless asked), or live ones."""
+"""Models: from disk or the hub (LFM2 only, safetensors only, nobody's code, unless asked), or live stock ones."""
 
 from __future__ import annotations
 
