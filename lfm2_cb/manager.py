@@ -69,6 +69,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
         self.background_thread_status = ThreadStatus()
         self.batch_processor: BatchProcessor | None = None
         self.warmed_up, self.is_tp_driver = False, True
+        self.num_return_sequences = generation_config.num_return_sequences or 1
         self._generator: ContinuousBatchingGenerator | None = None
         self._placed: tuple[torch.dtype, torch.device] | None = None  # where the generator's cache is
         self._generation_thread: threading.Thread | None = None
@@ -79,11 +80,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
         self._live: dict[str, LiveRequest] = {}
         self._names: dict[int, str] = {}  # engine's request id → its user's
         self._engine_ids, self._num_named, self._num_calls = itertools.count(), itertools.count(), itertools.count()
-        self._weights_version = -1
-
-    @property
-    def num_return_sequences(self) -> int:
-        return self.generation_config.num_return_sequences or 1
+        self._version, self._was_idle = -1, True  # of the weights when the engine last ran; whether it is idle
 
     # The engine
 
@@ -105,7 +102,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
             return self._generator
 
     def warmup(self) -> None:
-        """Build the engine and run one token through it, so that whatever is built on first use is there."""
+        """Build the engine and run a token through it: whatever is built on first use is then there."""
         generator = self._prepare()
         if not self.is_running() and not generator.engine.has_unfinished:
             generator.generate([[0]], max_new_tokens=1, do_sample=False, num_return_sequences=1, seed=0)
@@ -129,9 +126,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
         self.background_thread_status.clear()
         engine = self._prepare().engine
         forget_cached(engine)
-        self._generation_thread = threading.Thread(
-            target=self._run, args=(engine,), name="lfm2_cb-manager", daemon=True
-        )
+        self._generation_thread = threading.Thread(target=self._run, args=(engine,), name="lfm2_cb", daemon=True)
         self._generation_thread.start()
 
     def stop(
@@ -161,7 +156,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
             self.join(perf_counter(), timeout)
         if keep_for_next_session:
             self.model._cached_continuous_batching_manager = self
-        else:
+        elif self._generation_thread is None:
             self._generator = self.batch_processor = None
             self.warmed_up = False
 
@@ -378,11 +373,13 @@ class Lfm2CbManager(ContinuousBatchingManager):
         if not busy:
             self._wake_up_loop.wait()
             self._wake_up_loop.clear()
-            if (version := weights_version(self.model, engine.runner.model)) != self._weights_version:
-                forget_cached(engine)
-            self._weights_version = version
             return True
-        self._deliver(engine.step())
+        if self._was_idle and (version := weights_version(self.model, engine.runner.model)) != self._version:
+            forget_cached(engine)
+            self._version = version
+        outputs = engine.step()
+        self._was_idle = not engine.has_unfinished  # before anybody hears of it, and changes weights
+        self._deliver(outputs)
         return True
 
     def _deliver(self, steps: list[StepOutput]) -> None:

@@ -290,6 +290,18 @@ def test_stop_finishes_what_was_asked_and_hard_stop_fails_it(model, stock):
         manager.start()
 
 
+def test_stop_without_waiting_leaves_requests_running_and_cancellable(model, stock):
+    manager = model.init_continuous_batching(generation_config=GREEDY)
+    manager.start()
+    long, short = manager.add_requests([[5], [6]], max_new_tokens=[3000, 4])
+    manager.stop(block=False)
+    assert manager.get_result(short).generated_tokens == stock_greedy(stock, [6], 4) and manager.is_running()
+    manager.cancel_request(long)
+    assert manager.get_result(long).error == "cancelled"
+    manager.stop()
+    assert not manager.is_running() and manager.batch_processor is None
+
+
 def test_an_exception_in_the_context_does_not_wait_for_the_requests(model):
     with (
         pytest.raises(ZeroDivisionError),
@@ -349,7 +361,7 @@ def change(stock, through_data: bool = False) -> None:
     """In place, as an optimiser does, or behind autograd's back; `ours(stock)` has the same storage."""
     with torch.no_grad():
         for parameter in stock.parameters():
-            (parameter.data if through_data else parameter).mul_(0.8)
+            (parameter.data if through_data else parameter).add_(0.5 * parameter.roll(1, 0))
 
 
 def test_new_weights_are_used_and_nothing_computed_with_the_old():
@@ -377,14 +389,15 @@ def test_pause_holds_requests_under_way_and_loses_none():
         name = manager.add_request(LONG[:40], streaming=True, max_new_tokens=60)
         first = manager.get_result(name)
         with manager.pause(), manager.pause():
-            change(stock)
+            change(stock, through_data=True)
             held = len(list(iter(lambda: manager.get_result(name, timeout=0.2), None)))
             with pytest.raises(RuntimeError, match="pause"):
                 manager.stop()
         *_, last = manager.request_id_iter(name)
         assert len(last.generated_tokens) == 60 and len(first.generated_tokens) + held < 60
         whole = LONG[:40] + last.generated_tokens  # partly the old weights': none of it may be taken up again
-        assert manager.get_result(manager.add_request(whole)).generated_tokens == stock_greedy(stock, whole, 8)
+        output = manager.get_result(manager.add_request(whole))
+        assert output.generated_tokens == stock_greedy(stock, whole, 8) and output.num_cached_tokens == 0
     with pytest.raises(RuntimeError, match="no generation loop"), manager.pause():
         pass
 
