@@ -149,3 +149,20 @@ def test_the_progress_bar_honours_the_switch(cb, capfd):
     finally:
         logging.disable_progress_bar()
     assert "seq/s" in capfd.readouterr().err
+
+
+def test_stocks_assisted_decoding_options_are_honoured(demo_stock, demo_tokenizer):
+    """Stock refuses them for LFM2 ("stateful"); here they change no answer."""
+    prompts, options = demo_prompts(5), {"max_new_tokens": 20, "do_sample": False}
+    expected = pipeline("text-generation", model=demo_stock, tokenizer=demo_tokenizer)(prompts, **options)
+    ours = pipeline("text-generation", model=demo_stock, tokenizer=demo_tokenizer, generator="cb")
+    assert ours(prompts, prompt_lookup_num_tokens=4, **options) == expected
+    assisted = pipeline(
+        "text-generation",
+        model=demo_stock,
+        tokenizer=demo_tokenizer,
+        generator="cb",
+        assistant_model=lfm2_cb.demo_model_path(),
+    )
+    assert assisted(prompts, **options) == expected
+    assert assisted.generator.engine.speculation.num_drafted > 0
