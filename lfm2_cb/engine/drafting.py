@@ -156,6 +156,8 @@ class Speculation:
             return
         limits = [min(r.drafting.max_tokens, r.max_num_tokens - r.num_tokens - 1) for r in ready]
         guesses = self._propose(ready, limits, free=True)
+        if any(r.drafting is None for r in ready):
+            return  # a drafter has failed: the others guess again in the next step
         available = [
             len(guess) if request.drafting.drafter.is_free else limit
             for request, guess, limit in zip(ready, guesses, limits, strict=True)
