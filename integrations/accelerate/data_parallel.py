@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 from collections.abc import Sequence
 from typing import Any
@@ -45,9 +46,9 @@ def generate_across_processes(
         depend on the number of processes: sampled ones are seeded by the prompt's place in the whole call.
     Raises:
         RankError: in every process, where any failed. (One that is killed takes the others with it: its launcher ends
-        them.)
+        them.) RuntimeError: several were started, but this process's `PartialState` knows of one.
     """
-    state = PartialState()
+    state = _joined_state(generator.model.device)
     outputs: list[RequestOutput] = []
     failure = None
     generate_kwargs["seed"] = _common_seed(generate_kwargs.get("seed"), generator)
@@ -66,6 +67,21 @@ def generate_across_processes(
     if failures:
         raise RankError(failures, state.num_processes)
     return [output for _, share, _ in sorted(shares, key=lambda share: share[0]) for output in share]
+
+
+def _joined_state(device: torch.device) -> PartialState:
+    """accelerate's state, with the other processes in it.
+
+    On CPU accelerate looks for them only if told `cpu=True` when its state is first made, and is silent otherwise.
+    """
+    state = PartialState(cpu=device.type == "cpu")
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if state.num_processes == 1 and started > 1:
+        raise RuntimeError(
+            f"{started} processes were started, but accelerate's state was made for one: make it with "
+            "PartialState(cpu=True) or Accelerator(cpu=True), or leave it to generate_across_processes()"
+        )
+    return state
 
 
 def _common_seed(seed: int | None, generator: ContinuousBatchingGenerator) -> int:

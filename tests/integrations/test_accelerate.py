@@ -97,3 +97,9 @@ def test_a_failed_share_is_reported_in_every_process(two):
         assert "token id 1000000, outside the vocabulary" in results["one share fails"]["message"]
         assert results["all shares fail"]["ranks"] == [0, 1]
         assert "no_such_option" in results["all shares fail"]["message"]
+
+
+def test_processes_that_accelerate_does_not_know_of_are_not_passed_over(one, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="2 processes were started"):
+        one("uneven")
