@@ -1,0 +1,1 @@
+"""Tasks that run offline, and the documents they are made of."""
