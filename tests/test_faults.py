@@ -288,7 +288,7 @@ def test_a_forked_child_is_refused_at_once(stock, generator):
     assert_usable(generator, stock)
 
 
-@pytest.mark.parametrize("end", ["", "raise ValueError('mine')", "sys.exit(3)"], ids=["end", "error", "exit"])
+@pytest.mark.parametrize("end", ["", "raise ValueError('mine')"], ids=["end", "error"])
 def test_the_interpreter_exits_while_a_background_thread_runs(end):
     script = f"""
         import sys, threading, lfm2_cb
@@ -303,5 +303,5 @@ def test_the_interpreter_exits_while_a_background_thread_runs(end):
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=2 * SECONDS
     )
-    assert run.stdout == "started\n" and run.returncode == {"": 0, "sys.exit(3)": 3}.get(end, 1), run.stderr
+    assert run.stdout == "started\n" and run.returncode == bool(end), run.stderr
     assert "Fatal" not in run.stderr and "terminate" not in run.stderr

@@ -71,15 +71,18 @@ def tear(path: Path, rng: random.Random) -> None:
         path.write_bytes(data[: rng.randrange(last, len(data))])
 
 
-def kill_and_resume(folder: Path, seed: int, ordered: bool, seconds: float, reference: list[list[str]]) -> int:
+def kill_and_resume(
+    folder: Path, seed: int, ordered: bool, seconds: float, reference: list[list[str]], most: int = 4
+) -> int:
     """One job, killed at random instants until it has run through; returns how often it was killed.
 
-    Args: seconds: that an uninterrupted run takes. Raises: AssertionError: a row lost, doubled or changed.
+    Args: seconds: that an uninterrupted run takes; most: kills, about.
+    Raises: AssertionError: a row lost, doubled or changed.
     """
     rng, name, kills = random.Random(seed), f"out{seed}", 0
     arguments, output = command(folder, name, ordered), folder / f"out{seed}.jsonl"
     while True:
-        status = run(arguments, rng.uniform(0.0, seconds) if kills < 4 else None)
+        status = run(arguments, rng.uniform(0.0, seconds) if kills < most else None)
         assert status in (0, -signal.SIGKILL), status
         if status == 0 and kills:
             break
@@ -107,16 +110,15 @@ def kill_and_resume(folder: Path, seed: int, ordered: bool, seconds: float, refe
     return kills
 
 
-def kill_many(folder: Path, times: int, num_rows: int, seed: int = 0) -> str:
+def kill_many(folder: Path, times: int, num_rows: int, seed: int = 0, most: int = 4) -> str:
     """`times` jobs, by turns ordered and as completed, each killed until it runs through; returns a summary."""
     context.set_forkserver_preload(["lfm2_cb.cli"])
     write_input(folder / "in.jsonl", num_rows)
-    run(command(folder, "warm", True))
     start = time.monotonic()
     assert run(command(folder, "reference", True)) == 0
     seconds, reference = time.monotonic() - start, read(folder, "reference")
     assert sum(map(len, reference)) == num_rows and reference[1]
-    kills = sum(kill_and_resume(folder, seed + i, i % 2 == 0, seconds, reference) for i in range(times))
+    kills = sum(kill_and_resume(folder, seed + i, i % 2 == 0, seconds, reference, most) for i in range(times))
     return (
         f"{times} jobs of {num_rows} rows ({seconds:.1f} s uninterrupted), {kills} kills, all files as they should be"
     )

@@ -6,7 +6,7 @@ import resource
 import signal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lfm2_cb.batch.writer import JobError, JobFiles, LineFile, OutputError, RowSet, write_atomically
@@ -54,6 +54,7 @@ def test_what_is_torn_is_cut_off_and_nothing_else(output, tail):
     assert output.read_bytes() == whole + b'{"index": 2, "text": "\xc3\xa92"}\n'
 
 
+@settings(deadline=None, max_examples=40)
 @given(cut=st.integers(0, 200))
 def test_cut_anywhere_every_whole_line_stays(tmp_path_factory, cut):
     output = tmp_path_factory.mktemp("cut") / "out.jsonl"
@@ -138,6 +139,7 @@ def test_half_a_surrogate_pair_can_be_written(output):
     assert json.loads(output.read_bytes())["kept"] == "\ud800"
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(0, 100_000)))
 def test_row_set_is_a_set(indices):
     rows = RowSet()
