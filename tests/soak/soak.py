@@ -6,6 +6,8 @@ python tests/soak/soak.py --requests 100000
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import faulthandler
 import gc
 import os
@@ -73,6 +75,8 @@ class Footprint:
     @classmethod
     def now(cls) -> Footprint:
         gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # glibc: what the allocator keeps for later is no leak
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
         process = psutil.Process()
         return cls(threading.active_count(), process.num_fds(), process.memory_info().rss)
 
@@ -200,7 +204,7 @@ def soak(num_requests: int, num_threads: int = 8, seed: int = 0, num_samples: in
     assert after.threads == before.threads, (before, after)
     assert after.files == before.files, (before, after)
     grown = (after.rss - before.rss) / 2**20
-    assert grown < 64, f"RSS grew by {grown:.0f} MiB"
+    assert grown < 32, f"RSS grew by {grown:.0f} MiB"
     wrong = _wrong_answers(stock, tally, num_samples, seed)
     assert not wrong, f"{len(wrong)} answers differ from stock's, the first for prompt {wrong[0]}"
     generator.close()
