@@ -28,6 +28,7 @@ from .engine.loop import BrokenError
 from .generator import ContinuousBatchingGenerator
 from .handover import refuse
 from .loading import default_dtype, describe_files, load_model, load_tokenizer
+from .scheduling.policies import POLICIES
 
 #: flags of `generate` that are generation options, with their types
 OPTION_FLAGS: dict[str, type] = {
@@ -117,7 +118,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--max-sequences", type=int, default=256)
     add("--block-size", type=int, default=64)
     add("--no-prefix-caching", action="store_true")
-    add("--policy", default="fcfs")
+    add("--policy", default="fcfs", choices=list(POLICIES), help="who runs next")
+    add("--drafting", default="none", choices=["auto", "none"], help="guess tokens by prompt lookup where it pays")
     add("--allow-pickle", action="store_true", help="also load *.bin weights, which can hold code")
     add("--trust-remote-code", action="store_true", help="run the code of a checkpoint's own tokenizer")
 
@@ -222,6 +224,7 @@ def _make_generator(args: argparse.Namespace) -> ContinuousBatchingGenerator:
         block_size=args.block_size,
         prefix_caching=not args.no_prefix_caching,
         policy=args.policy,
+        drafting=args.drafting,
     )
 
 

@@ -98,7 +98,13 @@ class Client:
 
     def options(self) -> dict:
         rng = self.rng
-        options: dict = {"max_new_tokens": 1 + min(80, int(rng.expovariate(1 / rng.choice([4, 4, 4, 30]))))}
+        options: dict = {
+            "max_new_tokens": 1 + min(80, int(rng.expovariate(1 / rng.choice([4, 4, 4, 30])))),
+            "priority": rng.choice([0, 0, 0, 1, -1]),
+            "use_prefix_cache": rng.random() < 0.9,
+        }
+        if rng.random() < 0.3:
+            options["prompt_lookup_num_tokens"] = rng.randint(1, 8)
         kind = rng.random()
         if kind < 0.5:
             return {**options, "do_sample": False, "eos_token_id": None}
@@ -181,13 +187,15 @@ class Client:
         return 1
 
 
-def soak(num_requests: int, num_threads: int = 8, seed: int = 0, num_samples: int = 60) -> str:
+def soak(
+    num_requests: int, num_threads: int = 8, seed: int = 0, num_samples: int = 60, policy: str = "past_future"
+) -> str:
     """Run the soak; returns a summary. Raises: AssertionError: a leak, a wrong token, a hang, an unexpected error."""
     path = lfm2_cb.demo_model_path()
     stock = transformers.Lfm2ForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     # Small enough that requests wait, give way to each other and share prefixes.
     generator = ContinuousBatchingGenerator(
-        stock, cache_memory="1.6MiB", block_size=4, max_sequences=48, max_batch_tokens=512
+        stock, cache_memory="1.6MiB", block_size=4, max_sequences=48, max_batch_tokens=512, policy=policy
     )
     _drive(generator, Tally(), min(WARM_UP, num_requests), num_threads, seed + 1)
     before, tally = Footprint.now(), Tally()
@@ -201,6 +209,7 @@ def soak(num_requests: int, num_threads: int = 8, seed: int = 0, num_samples: in
     engine.scheduler.cache.check_integrity([])
     assert engine.scheduler.cache.num_free_slots == engine.plan.num_slots
     assert engine.scheduler.cache.pool.num_free == engine.plan.num_blocks
+    assert not engine.prompt_lookup()._texts
     assert after.threads == before.threads, (before, after)
     assert after.files == before.files, (before, after)
     grown = (after.rss - before.rss) / 2**20
@@ -267,5 +276,6 @@ if __name__ == "__main__":
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--samples", type=int, default=500)
+    parser.add_argument("--policy", default="past_future")
     args = parser.parse_args()
-    print(soak(args.requests, args.threads, args.seed, args.samples))
+    print(soak(args.requests, args.threads, args.seed, args.samples, args.policy))
