@@ -344,3 +344,22 @@ def test_parse_bytes(text, expected):
 def test_parse_bytes_refuses(text):
     with pytest.raises(ValueError, match="cache_memory"):
         parse_bytes(text)
+
+
+def test_priority_and_use_prefix_cache_are_per_prompt(demo_stock):
+    prompt = list(range(10, 60))
+    with ContinuousBatchingGenerator(demo_stock, cache_memory="32MiB", block_size=8, max_sequences=1) as generator:
+        greedy = {"do_sample": False, "max_new_tokens": 3}
+        generator.generate([prompt], **greedy)
+        on, off = generator.generate([prompt, prompt], use_prefix_cache=[True, False], **greedy)
+        assert (on.metrics.num_cached_tokens, off.metrics.num_cached_tokens) == (48, 0)
+        assert on.token_ids == off.token_ids
+        order = [e.index for e in generator.stream([prompt] * 4, priority=[0, 3, -1, 3], **greedy) if e.finished]
+        assert order == [1, 3, 0, 2]
+        for kwargs, message in (
+            ({"priority": [1]}, "priority has 1 entries for 2 prompts"),
+            ({"use_prefix_cache": [True] * 3}, "use_prefix_cache has 3 entries for 2 prompts"),
+            ({"priority": "high"}, "priority must be"),
+        ):
+            with pytest.raises((TypeError, ValueError), match=message):
+                generator.generate([prompt, prompt], **kwargs, **greedy)
