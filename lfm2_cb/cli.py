@@ -118,7 +118,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--max-sequences", type=int, default=256)
     add("--block-size", type=int, default=64)
     add("--no-prefix-caching", action="store_true")
-    add("--policy", default="fcfs", choices=list(POLICIES), help="who runs next")
+    add("--policy", default="fcfs", help=f"who runs next: {', '.join(POLICIES)}")
     add("--drafting", default="none", choices=["auto", "none"], help="guess tokens by prompt lookup where it pays")
     add("--allow-pickle", action="store_true", help="also load *.bin weights, which can hold code")
     add("--trust-remote-code", action="store_true", help="run the code of a checkpoint's own tokenizer")

@@ -186,7 +186,7 @@ class ContinuousBatchingGenerator:
         refuse(options, "submit()")
         if options.num_return_sequences != 1:
             raise ValueError("submit() runs one sequence; call it again for more")
-        submission = self.enqueue(tokenize([prompt], self.tokenizer), options, first_index=next(self._num_submitted))
+        submission = self.enqueue(tokenize([prompt], self.tokenizer), options, number_offset=next(self._num_submitted))
         self._loop.run_in_background()
         return RequestHandle(self, submission)
 
@@ -221,18 +221,22 @@ class ContinuousBatchingGenerator:
         token_ids: Sequence[Sequence[int]],
         options: GenerateOptions,
         first_index: int = 0,
+        number_offset: int = 0,
         width: int | None = None,
     ) -> Submission:
         """Check prompts and queue them all together; nothing runs until somebody waits.
 
         Args:
-            first_index: of the first of these prompts in its call; it sets their seeds.
+            first_index: of the first of these prompts in its call, whose options may have one entry a prompt.
+            number_offset: added to a prompt's place in what its seed is made from.
             width: padded length they came with, which total lengths (`max_length`) then count from.
         """
         config = self.model.config
         check_token_ids(token_ids, config.vocab_size, config.max_position_embeddings)
-        requests = make_requests(self.model, token_ids, options, lambda: next(self._request_ids), first_index, width)
-        for index, request in enumerate(requests):
+        requests = make_requests(
+            self.model, token_ids, options, lambda: next(self._request_ids), first_index, number_offset, width
+        )
+        for index, request in enumerate(requests, first_index):
             for member in (request, *request.forks):
                 member.drafting = self._drafting(options, index)
         return self._loop.submit(requests)

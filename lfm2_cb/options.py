@@ -225,16 +225,18 @@ def make_requests(
     options: GenerateOptions,
     next_id: Callable[[], int],
     first_index: int = 0,
+    number_offset: int = 0,
     width: int | None = None,
 ) -> list[Request]:
     """One request a prompt, with a fork for each further returned sequence.
 
     Args:
-        first_index: number of the first prompt, for seeds and `prefix_allowed_tokens_fn`.
+        first_index: place of the first prompt in the call, whose options may have one entry a prompt.
+        number_offset: added to a prompt's place for what it counts as in seeds and `prefix_allowed_tokens_fn`.
         width: padded length of a tensor of prompts, which is what stock's total lengths then count from.
     """
     requests = []
-    for index, ids in enumerate(token_ids):
+    for index, ids in enumerate(token_ids, first_index):
         resolved = options.of_prompt(index)
         padding = 0 if width is None else width - len(ids)
         limit = max_new_tokens(options, index, len(ids), padding, model.config.max_position_embeddings)
@@ -244,7 +246,7 @@ def make_requests(
                 list(ids),
                 limit,
                 priority=_of_prompt(options.call.priority, index),
-                params=_params(model, options, index, first_index + index, i, ids, limit, padding),
+                params=_params(model, options, index, index + number_offset, i, ids, limit, padding),
                 use_prefix_cache=_of_prompt(options.call.use_prefix_cache, index),
             )
             for i in range(resolved.config.num_return_sequences or 1)

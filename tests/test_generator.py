@@ -363,3 +363,9 @@ def test_priority_and_use_prefix_cache_are_per_prompt(demo_stock):
         ):
             with pytest.raises((TypeError, ValueError), match=message):
                 generator.generate([prompt, prompt], **kwargs, **greedy)
+
+
+def test_submit_takes_options_as_lists_of_one(demo_stock):
+    with ContinuousBatchingGenerator(demo_stock, cache_memory="32MiB") as generator:
+        handles = [generator.submit([5, 6, 7], max_new_tokens=[n], priority=[n]) for n in (2, 4)]
+        assert [len(handle.result(60).token_ids) for handle in handles] == [2, 4]

@@ -386,7 +386,7 @@ def test_attentions_and_hidden_states_are_handed_over(case):
     [
         {"penalty_alpha": 0.6},
         {"dola_layers": "low"},
-        {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 3},
         {"force_words_ids": [[5]]},
         {"constraints": [object()]},
         {"token_healing": True},
@@ -394,7 +394,7 @@ def test_attentions_and_hidden_states_are_handed_over(case):
         {"prefill_chunk_size": 4},
         {"num_beam_groups": 2},
         {"diversity_penalty": 0.5},
-        {"assistant_model": object()},
+        {"assistant_tokenizer": object()},
         {"negative_prompt_ids": torch.ones(1, 1)},
         {"position_ids": torch.ones(1, 1)},
         {"inputs_embeds": torch.ones(1, 1, 1)},
