@@ -68,10 +68,12 @@ class ContinuousBatchingGenerator:
         policy: who runs next: "fcfs", "batch", "past_future", "length_aware", or a `Policy`.
         drafting: "auto" guesses tokens by prompt lookup and verifies them, wherever that pays; tokens stay the same.
             "none" does so where a call asks for it (`prompt_lookup_num_tokens`, `assistant_model`).
+        kernels: "native" (C++, compiled once on first use), "torch", or "auto": native on a CPU with a compiler.
 
     Raises:
         TypeError: not an LFM2. UnsafeCheckpointError: a checkpoint of pickles. MemoryError: the cache cannot be
         allocated. ValueError: an option out of range, or a cache too small for one block.
+        NativeUnavailable: kernels="native", and there is no compiler, or no CPU, or another dtype.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class ContinuousBatchingGenerator:
         prefix_caching: bool = True,
         policy: str | Policy = "fcfs",
         drafting: str = "none",
+        kernels: str = "auto",
     ) -> None:
         check_types({"seed": seed, "prefix_caching": prefix_caching, "policy": policy})
         if isinstance(model, str):
@@ -95,7 +98,14 @@ class ContinuousBatchingGenerator:
             model = loaded
         self.model, self.tokenizer, self.seed = as_lfm2_cb(model), tokenizer, seed
         config = EngineConfig(
-            max_batch_tokens, max_sequences, parse_bytes(cache_memory), block_size, prefix_caching, policy, drafting
+            max_batch_tokens,
+            max_sequences,
+            parse_bytes(cache_memory),
+            block_size,
+            prefix_caching,
+            policy,
+            drafting,
+            kernels,
         )
         try:
             self.engine = Engine(self.model, config)

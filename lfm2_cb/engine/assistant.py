@@ -36,6 +36,7 @@ class AssistantModel(Drafter):
     Args:
         model: the assistant. Its vocabulary must be the target's.
         max_sequences, max_batch_tokens, cache_memory, block_size: as the engine's, for the assistant's own cache.
+        kernels: as the engine's.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class AssistantModel(Drafter):
         max_batch_tokens: int,
         cache_memory: int,
         block_size: int = 64,
+        kernels: str = "auto",
     ) -> None:
         self.model, self.max_batch_tokens = model, max_batch_tokens
         self.plan = CachePlan.from_budget(
@@ -56,7 +58,7 @@ class AssistantModel(Drafter):
             dtype=model.dtype,
             checkpoints=False,
         )
-        self.runner = ModelRunner(model, self.plan)
+        self.runner = ModelRunner(model, self.plan, kernels)
         self._cache = CacheManager(self.plan.num_blocks, block_size, self.plan.num_slots, prefix_caching=False)
         self._shadows: dict[int, Shadow] = {}
 

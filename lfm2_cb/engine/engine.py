@@ -35,6 +35,7 @@ class EngineConfig:
         prefix_caching: keep computed blocks and share them between requests.
         policy: a scheduling policy, or its name (`scheduling.policies`).
         drafting: "auto" to guess tokens by prompt lookup wherever that pays; "none" for requests that ask only.
+        kernels: "auto", "native" or "torch" (`ops.native.resolve_kernels`).
     """
 
     max_batch_tokens: int = 2048
@@ -44,6 +45,7 @@ class EngineConfig:
     prefix_caching: bool = True
     policy: str | Policy = "fcfs"
     drafting: str = "none"
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_sequences", "cache_memory", "block_size"):
@@ -86,7 +88,7 @@ class Engine:
         )
         policy = make_policy(config.policy)
         self.scheduler = Scheduler(cache_manager, policy, config.max_batch_tokens, config.max_sequences)
-        self.runner = ModelRunner(model, self.plan)
+        self.runner = ModelRunner(model, self.plan, config.kernels)
         self.speculation = Speculation()
         self._drafters: dict[object, Drafter] = {}
         self._inbox: deque[list[Request]] = deque()
@@ -117,6 +119,7 @@ class Engine:
                 max_batch_tokens=config.max_batch_tokens,
                 cache_memory=config.cache_memory // 4,
                 block_size=config.block_size,
+                kernels=config.kernels,
             )
             logger.info("lfm2_cb: assistant model, cache %s", known.plan)
         return known

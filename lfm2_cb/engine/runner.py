@@ -10,6 +10,7 @@ from ..model.configuration import layers_of_type, rope_type
 from ..model.hybrid_cache import CachePlan, HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
+from ..ops.native import resolve_kernels
 from ..scheduling.cache_manager import Fork
 from ..scheduling.scheduler import ScheduledRow
 from .sharing import shared_prefixes
@@ -22,14 +23,14 @@ class ModelRunner:
     """Owns the model and the cache tensors; runs on the device and in the dtype that the model has.
 
     Raises: ValueError: the config has no layer to cache, or a RoPE variant that would make a request's answer depend
-    on its batch mates.
+    on its batch mates. NativeUnavailable: kernels="native" cannot be had.
 
     `cascade = False`, on an instance or the class, makes every row read its own keys even where rows share them.
     """
 
     cascade = True
 
-    def __init__(self, model: Lfm2CbForCausalLM, plan: CachePlan) -> None:
+    def __init__(self, model: Lfm2CbForCausalLM, plan: CachePlan, kernels: str = "auto") -> None:
         config = model.config
         kind = rope_type(config)
         if kind in LENGTH_DEPENDENT_ROPE:
@@ -37,6 +38,7 @@ class ModelRunner:
         if not layers_of_type(config, "full_attention") and not layers_of_type(config, "conv"):
             raise ValueError("the config has neither attention nor conv layers")
         self.model, self.kernel_size = model, config.conv_L_cache
+        self.native = resolve_kernels(kernels, model.device, model.dtype)
         self.cache = HybridCache(config, plan, model.dtype, model.device)
         self._batch: RaggedBatch | None = None
 
@@ -53,7 +55,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]] = ()) -> torch.Tensor:
         """One packed forward: fp32 logits `[sum of num_logits, vocab_size]`. shared: as in `RaggedBatch`."""
-        self._batch = batch = RaggedBatch(rows, self.cache, self.kernel_size, shared)
+        self._batch = batch = RaggedBatch(rows, self.cache, self.kernel_size, shared, self.native)
         hidden_states = self.model.model(
             input_ids=batch.input_ids, position_ids=batch.position_ids, state=batch, use_cache=False
         ).last_hidden_state

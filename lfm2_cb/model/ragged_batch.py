@@ -11,6 +11,7 @@ import torch
 
 from ..ops.attention import paged_attention
 from ..ops.cascade import SharedPrefix, cascade_attention
+from ..ops.native import NativeKernels
 from ..ops.short_conv import ragged_short_conv
 from .hybrid_cache import HybridCache
 
@@ -39,8 +40,10 @@ class RaggedBatch:
     written to its slot and, at every block boundary that the row crosses, to that block's checkpoint. So chunks need
     no alignment, and a chunk shorter than the kernel keeps what it must of the state before it.
 
-    Args: shared: groups of rows (by index) with the number of first blocks that they share, for attention to read
-        once; no row is in two, and all start beyond the shared blocks.
+    Args:
+        shared: groups of rows (by index) with the number of first blocks that they share, for attention to read
+            once; no row is in two, and all start beyond the shared blocks.
+        native: the kernels to run with; None: the torch reference.
     """
 
     def __init__(
@@ -49,8 +52,9 @@ class RaggedBatch:
         cache: HybridCache,
         kernel_size: int,
         shared: Sequence[tuple[Sequence[int], int]] = (),
+        native: NativeKernels | None = None,
     ) -> None:
-        self.cache, self.rows, self.kernel_size = cache, rows, kernel_size
+        self.cache, self.rows, self.kernel_size, self.native = cache, rows, kernel_size, native
         self.device = next(iter((*cache.keys.values(), *cache.conv_states.values()))).device
         lengths = np.array([len(row.token_ids) for row in rows])
         starts = np.array([row.start for row in rows])

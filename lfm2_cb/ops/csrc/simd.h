@@ -1,0 +1,114 @@
+// What every kernel file includes. It is compiled once for each instruction set, with ISA=plain, avx2, avx512:
+// vectors are as wide as that one's registers, in the compiler's own vector types, so the code is written once.
+//
+// Everything but the kernels must be in an unnamed namespace (or static), and nothing may come out of the standard
+// library but what is in C: the linker would keep one instruction set's copy of a shared inline function for all.
+#pragma once
+
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define JOIN_(a, b) a##_##b
+#define JOIN(a, b) JOIN_(a, b)
+// KERNEL(f)(...): a function that Python calls by the name f, of pointers, int64_t and double; last the threads.
+#define KERNEL(name) extern "C" void JOIN(name, ISA)
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;  // fp32 lanes
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vec __attribute__((vector_size(4 * W)));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef uint32_t uvec __attribute__((vector_size(4 * W)));
+typedef uint16_t hvec __attribute__((vector_size(2 * W)));
+struct bf16 {
+    uint16_t bits;
+};
+
+inline vec load(const float* p) {
+    vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline vec load(const bf16* p) {
+    hvec h;
+    memcpy(&h, p, sizeof h);
+    return (vec)(__builtin_convertvector(h, uvec) << 16);
+}
+
+inline void store(float* p, vec v) { memcpy(p, &v, sizeof v); }
+
+// to bf16, to nearest even as torch does; NaN stays NaN
+inline void store(bf16* p, vec v) {
+    uvec u = (uvec)v;
+    uvec rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    uvec nan = (uvec)(v != v);
+    hvec h = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), hvec);
+    memcpy(p, &h, sizeof h);
+}
+
+inline vec fill(float x) { return vec{} + x; }
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+    uint32_t u = (uint32_t)x.bits << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+inline void assign(float* p, float x) { *p = x; }
+inline void assign(bf16* p, float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    p->bits = x != x ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+}
+
+inline vec select(ivec condition, vec yes, vec no) {
+    return (vec)((condition & (ivec)yes) | (~condition & (ivec)no));
+}
+
+inline vec maximum(vec a, vec b) { return select((ivec)(a > b), a, b); }
+
+inline float sum(vec v) {
+    float s = 0;
+    for (int i = 0; i < W; i++) s += v[i];
+    return s;
+}
+
+inline float largest(vec v) {
+    float m = v[0];
+    for (int i = 1; i < W; i++) m = v[i] > m ? v[i] : m;
+    return m;
+}
+
+// e^x to 2 units in the last place; 0 below the smallest normal number, so also for -inf. Cephes' polynomial.
+inline vec exponential(vec x) {
+    const vec low = fill(-87.33654f), high = fill(88.37626f);
+    ivec underflow = (ivec)(x < low);
+    x = select((ivec)(x > high), high, select(underflow, low, x));
+    const vec magic = fill(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    vec shifted = x * 1.44269504088896341f + magic;
+    vec n = shifted - magic;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = fill(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    vec scale = (vec)(((ivec)shifted - (ivec)magic + 127) << 23);
+    return select(underflow, vec{}, p * scale);
+}
+
+}  // namespace

@@ -1,0 +1,230 @@
+"""The native kernels: C++ beside this file, compiled on first use for every instruction set, and kept.
+
+Every `csrc/*.cpp` is compiled once per entry of `ISAS` and all of it linked into one library. It includes no torch
+header: a kernel is a C function of pointers, `int64_t`, `double` and, last, the number of threads, declared with
+`KERNEL(name)` from `csrc/simd.h`. So a build takes seconds, needs nothing but a C++ compiler, and outlives no ABI.
+Which instruction set is used is decided when the library is loaded, by what the processor has.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import get_cxx_compiler
+
+logger = logging.getLogger("transformers.lfm2_cb")
+
+SOURCES = Path(__file__).parent / "csrc"
+KERNELS = ("auto", "native", "torch")
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-Wall",
+)
+#: instruction set → the compiler's flags for it, best last; a kernel `f` is there as `f_plain`, `f_avx2`, …
+ISAS: Mapping[str, tuple[str, ...]] = (
+    {
+        "plain": (),
+        "avx2": ("-mavx2", "-mfma"),
+        "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
+    }
+    if platform.machine().lower() in ("x86_64", "amd64")
+    else {"plain": ()}
+)
+
+
+class NativeUnavailable(RuntimeError):
+    """The native kernels cannot be had here; says why."""
+
+
+class NativeKernels:
+    """The library's functions for one instruction set.
+
+    isa: the instruction set. supported: all that this processor has, best last.
+    """
+
+    def __init__(self, library: ctypes.CDLL, isa: str | None = None) -> None:
+        self._library = library
+        self.supported = tuple(name for name in ISAS if getattr(library, f"supported_{name}")())
+        self.isa = isa or self.supported[-1]
+        if self.isa not in self.supported:
+            raise NativeUnavailable(f"this processor has no {self.isa}, only {', '.join(self.supported)}")
+        self._functions: dict[str, ctypes._NamedFuncPointer] = {}
+
+    def using(self, isa: str) -> NativeKernels:
+        """The same library, by another instruction set. Raises: NativeUnavailable."""
+        return NativeKernels(self._library, isa)
+
+    def call(self, name: str, *args: torch.Tensor | int | float | None) -> None:
+        """Run a kernel: tensors go as pointers (they must be contiguous as the kernel says), None as a null pointer,
+        ints as int64_t, floats as double; torch's number of threads goes last."""
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = getattr(self._library, f"{name}_{self.isa}")
+            function.restype = None
+        function(*map(_as_c, args), ctypes.c_int64(torch.get_num_threads()))
+
+
+def _as_c(value: torch.Tensor | int | float | None) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_double:
+    if isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(value.data_ptr())
+    if value is None:
+        return ctypes.c_void_p()
+    return ctypes.c_double(value) if isinstance(value, float) else ctypes.c_int64(value)
+
+
+def resolve_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> NativeKernels | None:
+    """What a model on this device and in this dtype runs with; None: the torch reference.
+
+    Args: kernels: "auto": native where it can be had, with one log line where a CPU cannot; "native"; "torch".
+    Raises: ValueError: another name. NativeUnavailable: "native" cannot be had.
+    """
+    if kernels not in KERNELS:
+        raise ValueError(f"kernels must be one of {', '.join(map(repr, KERNELS))}, got {kernels!r}")
+    if kernels == "torch":
+        return None
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        if kernels == "native":
+            raise NativeUnavailable(f"kernels='native' is for float32 and bfloat16 on CPU, not {dtype} on {device}")
+        return None
+    try:
+        return load()
+    except NativeUnavailable:
+        if kernels == "native":
+            raise
+        return None
+
+
+def load() -> NativeKernels:
+    """The library, built or taken from the cache once a process. Raises: NativeUnavailable, at every call."""
+    found = _load_once()
+    if isinstance(found, NativeUnavailable):
+        raise found
+    return found
+
+
+@functools.cache
+def _load_once() -> NativeKernels | NativeUnavailable:
+    try:
+        return NativeKernels(ctypes.CDLL(str(build())))
+    except (NativeUnavailable, OSError) as error:
+        logger.warning("lfm2_cb: no native kernels, attention runs in torch: %s", error)
+        return error if isinstance(error, NativeUnavailable) else NativeUnavailable(str(error))
+
+
+def cache_directory() -> Path:
+    """Where built libraries are kept: `$XDG_CACHE_HOME/lfm2_cb` or `~/.cache/lfm2_cb`, for this user alone.
+
+    A directory that others may write to, or that cannot be made, is not used: a fresh temporary one is instead.
+    """
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(root, "lfm2_cb")
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+        mine = not path.is_symlink() and (os.name != "posix" or status.st_uid == os.geteuid())
+        if mine and not status.st_mode & 0o022 and os.access(path, os.W_OK):
+            return path
+        logger.warning("lfm2_cb: %s is not this user's alone to write to; building in a temporary directory", path)
+    except OSError as error:
+        logger.warning("lfm2_cb: no cache directory (%s); building in a temporary one", error)
+    path = Path(tempfile.mkdtemp(prefix="lfm2_cb-"))  # 0700
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def build(sources: Path = SOURCES, directory: Path | None = None) -> Path:
+    """The library made of a folder of sources: from the cache where it is there and whole, else compiled.
+
+    Its name holds a hash of all it is made from; a file beside it holds the hash of its content. Both are moved into
+    place when they are complete, so that builders who race and builders who die do no harm.
+
+    Raises: NativeUnavailable: no compiler, or it failed.
+    """
+    compiler = shutil.which(get_cxx_compiler())
+    if compiler is None:
+        raise NativeUnavailable(f"no C++ compiler ({get_cxx_compiler()}; set CXX to name one)")
+    directory = directory or cache_directory()
+    library = directory / f"native-{_key(sources, compiler)}.so"
+    checksum = library.with_suffix(".sha256")
+    if library.is_file() and checksum.is_file() and checksum.read_text() == _hash(library):
+        return library
+    logger.info("lfm2_cb: building the native kernels, once, into %s", directory)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=directory) as scratch:
+        built = _compile(compiler, sources, Path(scratch))
+        noted = Path(scratch, "sha256")
+        noted.write_text(_hash(built))
+        os.replace(built, library)
+        os.replace(noted, checksum)
+    return library
+
+
+def _key(sources: Path, compiler: str) -> str:
+    parts = [compiler, _run([compiler, "--version"]), torch.__version__, platform.machine(), repr(FLAGS), repr(ISAS)]
+    parts += [f"{path.name}\n{path.read_text('utf-8')}" for path in sorted(sources.iterdir()) if path.is_file()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _compile(compiler: str, sources: Path, scratch: Path) -> Path:
+    """Every source for every instruction set, as many at a time as there are threads, then one library."""
+    jobs = {
+        scratch / f"{source.stem}.{isa}.o": [compiler, *FLAGS, *flags, f"-DISA={isa}", "-c", str(source)]
+        for source in sorted(sources.glob("*.cpp"))
+        for isa, flags in ISAS.items()
+    }
+    commands = [[*command, "-o", str(target)] for target, command in jobs.items()]
+    width = torch.get_num_threads()
+    for i in range(0, len(commands), width):
+        _run_all(commands[i : i + width])
+    library = scratch / "library.so"
+    # libgomp comes with torch under the same name: what is already loaded is used, so there is one pool of threads.
+    _run([compiler, "-shared", "-fopenmp", *map(str, jobs), "-o", str(library)])
+    return library
+
+
+def _run_all(commands: Sequence[Sequence[str]]) -> list[str]:
+    """Run commands side by side; their output. Raises: NativeUnavailable: one failed, with what it said."""
+    running: list[subprocess.Popen[str]] = []
+    try:
+        for command in commands:
+            running.append(
+                subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+                )
+            )
+        outputs = [process.communicate()[0] for process in running]
+    except OSError as error:
+        raise NativeUnavailable(f"{commands[len(running)][0]} does not run: {error}") from error
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+    for process, output in zip(running, outputs, strict=True):
+        if process.returncode:
+            raise NativeUnavailable(f"{' '.join(process.args)} failed: {output.strip()[-500:]}")  # type: ignore[arg-type]
+    return outputs
+
+
+def _run(command: Sequence[str]) -> str:
+    return _run_all([command])[0]
