@@ -10,6 +10,7 @@ from ..model.configuration import layers_of_type, rope_type
 from ..model.hybrid_cache import CachePlan, HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
+from ..ops.linear import PackedLinear
 from ..ops.native import resolve_kernels
 from ..scheduling.cache_manager import Fork
 from ..scheduling.scheduler import ScheduledRow
@@ -39,6 +40,9 @@ class ModelRunner:
             raise ValueError("the config has neither attention nor conv layers")
         self.model, self.kernel_size = model, config.conv_L_cache
         self.native = resolve_kernels(kernels, model.device, model.dtype)
+        for module in model.modules():
+            if isinstance(module, PackedLinear):
+                module.native = self.native is not None
         self.cache = HybridCache(config, plan, model.dtype, model.device)
         self._batch: RaggedBatch | None = None
 

@@ -1,5 +1,6 @@
 """The torch reference ops beside plain definitions, on random shapes."""
 
+import copy
 import random
 
 import numpy as np
@@ -7,9 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lfm2_cb import ContinuousBatchingGenerator
+from lfm2_cb.ops import native
 from lfm2_cb.ops.attention import paged_attention
 from lfm2_cb.ops.cascade import SharedPrefix, cascade_attention
-from lfm2_cb.ops.linear import TRANSPOSED_ROWS, PackedLinear, transposed_linear
+from lfm2_cb.ops.linear import TRANSPOSED_ROWS, PackedLinear, few_rows_linear, transposed_linear
 from lfm2_cb.ops.short_conv import ragged_short_conv
 
 
@@ -112,3 +115,31 @@ def test_training_keeps_the_plain_product():
     layer = PackedLinear(8, 8)
     layer(torch.randn(max(TRANSPOSED_ROWS), 8)).sum().backward()
     assert layer.weight.grad is not None and layer(torch.randn(2, 3, 8)).shape == (2, 3, 8)
+
+
+@pytest.mark.parametrize("isa", native.ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_few_rows_by_the_native_kernel(isa, dtype):
+    try:
+        kernels = native.load().using(isa)
+    except native.NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    rng = random.Random(0)
+    torch.manual_seed(0)
+    for _ in range(60):
+        rows, inner, out = rng.randint(1, 33), rng.choice([1, 7, 16, 33, 200, 1024]), rng.choice([1, 2, 3, 4, 17, 130])
+        x, weight = torch.randn(rows, inner, dtype=dtype), torch.randn(out, inner, dtype=dtype)
+        bias = torch.randn(out, dtype=dtype) if rng.random() < 0.5 else None
+        exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+        got = few_rows_linear(kernels, x, weight, bias)
+        assert got.dtype == dtype and got.shape == (rows, out)
+        rounding = 0 if dtype == torch.float32 else 2**-8
+        torch.testing.assert_close(got.double(), exact, rtol=rounding, atol=1e-5 * inner**0.5)
+
+
+def test_a_model_that_has_run_natively_can_be_copied_and_trained(demo_stock):
+    with ContinuousBatchingGenerator(demo_stock, cache_memory="16MiB") as generator:
+        generator.generate([[5, 6, 7]], max_new_tokens=2)
+        copied = copy.deepcopy(generator.model)
+    copied(torch.tensor([[5, 6, 7]])).logits.sum().backward()
+    assert copied.lm_head.weight.grad is not None
