@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from ..ops.attention import paged_attention
-from ..ops.cascade import SharedPrefix, cascade_attention
+from ..ops.cascade import SharedPrefix, cascade_attention, shared_blocks
 from ..ops.native import NativeKernels
+from ..ops.native_attention import PackedSequences
 from ..ops.short_conv import ragged_short_conv
 from .hybrid_cache import HybridCache
 
@@ -54,7 +55,7 @@ class RaggedBatch:
         shared: Sequence[tuple[Sequence[int], int]] = (),
         native: NativeKernels | None = None,
     ) -> None:
-        self.cache, self.rows, self.kernel_size, self.native = cache, rows, kernel_size, native
+        self.cache, self.rows, self.kernel_size = cache, rows, kernel_size
         self.device = next(iter((*cache.keys.values(), *cache.conv_states.values()))).device
         lengths = np.array([len(row.token_ids) for row in rows])
         starts = np.array([row.start for row in rows])
@@ -82,6 +83,7 @@ class RaggedBatch:
             )
             for group, num_blocks in shared
         ]
+        self._packed = self._pack(native) if native is not None else None
         self._plan_conv(sequence, place, lengths)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
@@ -92,7 +94,9 @@ class RaggedBatch:
         tables = np.zeros((len(self.rows), max(len(row.block_table) for row in self.rows)), dtype=np.int64)
         for i, row in enumerate(self.rows):
             tables[i, : len(row.block_table)] = row.block_table
-        return self._tensor(tables[sequence, position // size] * size + position % size)
+        heads = np.arange(self.cache.num_kv_heads)
+        blocks, offsets = tables[sequence, position // size], position % size
+        return self._tensor(((blocks[:, None] * len(heads) + heads) * size + offsets[:, None]).ravel())
 
     def _block_tables(self) -> list[torch.Tensor]:
         size = self.cache.plan.block_size
@@ -100,6 +104,11 @@ class RaggedBatch:
             self._tensor(np.asarray(row.block_table[: -(-kv_len // size)]))
             for row, kv_len in zip(self.rows, self.kv_lens, strict=True)
         ]
+
+    def _pack(self, native: NativeKernels) -> PackedSequences:
+        size = self.cache.plan.block_size
+        first_keys = [size * count for count in shared_blocks(self.shared_prefixes, len(self.rows))]
+        return PackedSequences(native, self.cu_seqlens, self.kv_lens, self.block_tables, first_keys)
 
     def _plan_conv(self, sequence: np.ndarray, place: np.ndarray, lengths: np.ndarray) -> None:
         """Work out, once for all layers, which rows of "all states, then the packed inputs" are read for what."""
@@ -151,11 +160,14 @@ class RaggedBatch:
     ) -> tuple[torch.Tensor, None]:
         i = layer.layer_idx
         self.cache.write_kv(i, self.slot_mapping, k, v)
-        cached = self.cache.keys[i], self.cache.values[i], self.cu_seqlens, self.kv_lens, self.block_tables
+        keys, values = self.cache.keys[i], self.cache.values[i]
+        whole = q, keys, values, self.cu_seqlens, self.kv_lens, self.block_tables, layer.scaling
         if self.shared_prefixes:
-            mixed = cascade_attention(q, *cached, layer.scaling, self.shared_prefixes)
+            mixed = cascade_attention(*whole, self.shared_prefixes, packed=self._packed)
+        elif self._packed is not None:
+            mixed = self._packed.attend(q, keys, values, layer.scaling)
         else:
-            mixed = paged_attention(q, *cached, layer.scaling)
+            mixed = paged_attention(*whole)
         return mixed.flatten(-2), None
 
     def convolve(self, layer: Lfm2CbShortConv, x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ def paged_attention(
 
     Args:
         q: `[tokens, heads, head_dim]`, the sequences' queries one after another.
-        key_cache, value_cache: `[num_blocks, block_size, kv_heads, head_dim]`, this step's keys included.
+        key_cache, value_cache: `[num_blocks, kv_heads, block_size, head_dim]`, this step's keys included.
         cu_seqlens: `sequences + 1` offsets into q.
         kv_lens: keys of each sequence; its queries are the last of them.
         block_tables: for each sequence its block ids, int64 `[blocks]`.
@@ -31,10 +31,14 @@ def paged_attention(
     out = torch.empty_like(q)
     for i, kv_len in enumerate(kv_lens):
         start, end = cu_seqlens[i], cu_seqlens[i + 1]
-        k = key_cache[block_tables[i]].flatten(0, 1)[:kv_len]
-        v = value_cache[block_tables[i]].flatten(0, 1)[:kv_len]
+        k, v = (gather(cache, block_tables[i], kv_len) for cache in (key_cache, value_cache))
         out[start:end] = causal_attention(q[start:end], k, v, scaling)
     return out
+
+
+def gather(cache: torch.Tensor, block_ids: torch.Tensor, num_keys: int) -> torch.Tensor:
+    """The first keys (or values) of the blocks as `[keys, kv_heads, head_dim]`, a head's keys lying together."""
+    return cache.transpose(0, 1)[:, block_ids].flatten(1, 2)[:, :num_keys].transpose(0, 1)
 
 
 def causal_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .attention import causal_attention
+from .attention import causal_attention, gather
+from .native_attention import PackedSequences
 
 #: queries that attend to a prefix at once, so that their scores stay small beside the cache
 QUERY_CHUNK = 256
@@ -42,33 +43,47 @@ def cascade_attention(
     block_tables: Sequence[torch.Tensor],
     scaling: float,
     prefixes: Sequence[SharedPrefix],
+    *,
+    packed: PackedSequences | None = None,
 ) -> torch.Tensor:
-    """What `paged_attention` computes, with each shared prefix read once. Arguments as there."""
-    out = torch.empty_like(q)
-    block_size = key_cache.shape[1]
-    num_shared = [0] * len(kv_lens)
+    """What `paged_attention` computes, with each shared prefix read once. Arguments as there.
+
+    Args: packed: the sequences for the native kernel, with the shared keys left out; None: the torch reference.
+    """
+    num_shared = shared_blocks(prefixes, len(kv_lens))
+    if packed is not None:
+        near, lse = packed.attend_with_lse(q, key_cache, value_cache, scaling)
+        out = near.to(q.dtype, copy=True)
+    else:
+        out = torch.empty_like(q)
+        near = torch.empty(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        lse = near.new_empty(q.shape[:2])
+        for i, kv_len in enumerate(kv_lens):
+            start, end = cu_seqlens[i], cu_seqlens[i + 1]
+            own, num_keys = block_tables[i][num_shared[i] :], kv_len - num_shared[i] * key_cache.shape[2]
+            k, v = gather(key_cache, own, num_keys), gather(value_cache, own, num_keys)
+            if num_shared[i]:
+                near[start:end], lse[start:end] = attention_with_lse(q[start:end], k, v, scaling, causal=True)
+            else:
+                out[start:end] = causal_attention(q[start:end], k, v, scaling)
     for prefix in prefixes:
-        for row in prefix.rows:
-            num_shared[row] = len(prefix.block_ids)
-    near = torch.empty(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
-    lse = near.new_empty(q.shape[:2])
-    for i, kv_len in enumerate(kv_lens):
-        start, end = cu_seqlens[i], cu_seqlens[i + 1]
-        own = block_tables[i][num_shared[i] :]
-        num_keys = kv_len - num_shared[i] * block_size
-        k, v = key_cache[own].flatten(0, 1)[:num_keys], value_cache[own].flatten(0, 1)[:num_keys]
-        if num_shared[i]:
-            near[start:end], lse[start:end] = attention_with_lse(q[start:end], k, v, scaling, causal=True)
-        else:
-            out[start:end] = causal_attention(q[start:end], k, v, scaling)
-    for prefix in prefixes:
-        k, v = key_cache[prefix.block_ids].flatten(0, 1), value_cache[prefix.block_ids].flatten(0, 1)
+        num_keys = len(prefix.block_ids) * key_cache.shape[2]
+        k, v = gather(key_cache, prefix.block_ids, num_keys), gather(value_cache, prefix.block_ids, num_keys)
         for tokens in prefix.tokens.split(QUERY_CHUNK):
             far, far_lse = attention_with_lse(q[tokens], k, v, scaling, causal=False)
             # softmax over both = the two, each by its share of the exponentials
             far_share = torch.sigmoid(far_lse - lse[tokens]).unsqueeze(-1)
             out[tokens] = torch.lerp(near[tokens], far, far_share).to(q.dtype)
     return out
+
+
+def shared_blocks(prefixes: Sequence[SharedPrefix], num_sequences: int) -> list[int]:
+    """How many of each sequence's first blocks are read with others."""
+    counts = [0] * num_sequences
+    for prefix in prefixes:
+        for row in prefix.rows:
+            counts[row] = len(prefix.block_ids)
+    return counts
 
 
 def attention_with_lse(

@@ -30,13 +30,13 @@ def test_paged_attention_equals_attention_spelled_out(seed):
     lengths = [rng.choice([1, n, rng.randint(1, n)]) for n in kv_lens]
     blocks = torch.randperm(5 * 40).tolist()
     tables = [torch.tensor([blocks.pop() for _ in range(-(-n // size))]) for n in kv_lens]
-    keys, values = torch.randn(2, 200, size, kv_heads, dim, dtype=torch.float64)
+    keys, values = torch.randn(2, 200, kv_heads, size, dim, dtype=torch.float64)
     q = torch.randn(sum(lengths), kv_heads * group, dim, dtype=torch.float64)
     offsets = np.concatenate(([0], np.cumsum(lengths))).tolist()
     got = paged_attention(q, keys, values, offsets, kv_lens, tables, dim**-0.5)
     for i, kv_len in enumerate(kv_lens):
-        k = keys[tables[i]].flatten(0, 1)[:kv_len].repeat_interleave(group, 1)
-        v = values[tables[i]].flatten(0, 1)[:kv_len].repeat_interleave(group, 1)
+        k = keys[tables[i]].transpose(1, 2).flatten(0, 1)[:kv_len].repeat_interleave(group, 1)
+        v = values[tables[i]].transpose(1, 2).flatten(0, 1)[:kv_len].repeat_interleave(group, 1)
         for j in range(lengths[i]):
             seen = kv_len - lengths[i] + j + 1
             scores = torch.einsum("hd,khd->hk", q[offsets[i] + j], k[:seen]) * dim**-0.5
@@ -62,7 +62,7 @@ def test_cascade_equals_every_row_by_itself(seed):
         if num_shared:
             prefixes.append((rows, torch.tensor(head)))
     offsets = np.concatenate(([0], np.cumsum(lengths))).tolist()
-    keys, values = torch.randn(2, 600, size, kv_heads, dim, dtype=torch.float64)
+    keys, values = torch.randn(2, 600, kv_heads, size, dim, dtype=torch.float64)
     q = 3 * torch.randn(sum(lengths), kv_heads * group, dim, dtype=torch.float64)
     shared = [
         SharedPrefix(rows, head, torch.cat([torch.arange(offsets[i], offsets[i + 1]) for i in rows]))

@@ -171,9 +171,9 @@ def test_a_shared_prefix_is_attended_to_once_and_changes_nothing(demo_stock, dem
     calls = []
     real = ragged_batch.cascade_attention
 
-    def noted(*args):
+    def noted(*args, packed):
         calls.append([len(prefix.rows) for prefix in args[-1]])
-        return real(*args)
+        return real(*args, packed=packed)
 
     monkeypatch.setattr(ragged_batch, "cascade_attention", noted)
     head = demo_tokenizer(" ".join(demo_prompts(60)))["input_ids"][:500]

@@ -11,6 +11,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include <utility>  // integer_sequence, a type
+
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)
 // KERNEL(f)(...): a function that Python calls by the name f, of pointers, int64_t and double; last the threads.
@@ -83,6 +85,34 @@ inline float sum(vec v) {
     float s = 0;
     for (int i = 0; i < W; i++) s += v[i];
     return s;
+}
+
+// Lane l: lane lanes[l] of a, and from W on of b.
+template <int... lanes>
+inline vec shuffle(vec a, vec b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, lanes...);
+#else
+    return __builtin_shuffle(a, b, (ivec){lanes...});
+#endif
+}
+
+// Lanes whose number has the bit: of b, the others of a; to each is added its neighbour (the bit flipped) in the same.
+template <int bit, int... l>
+inline vec add_neighbours(vec a, vec b, std::integer_sequence<int, l...>) {
+    return shuffle<(l & bit ? W + l : l)...>(a, b) + shuffle<(l ^ bit)...>(shuffle<(l & bit ? W + l : l)...>(b, a), b);
+}
+
+// Lane l: the sum of v[l]'s lanes; v is used up.
+template <int bit = 1>
+inline vec sum_each(vec* v) {
+    if constexpr (bit < W) {
+        for (int j = 0; j < W / 2 / bit; j++)
+            v[j] = add_neighbours<bit>(v[2 * j], v[2 * j + 1], std::make_integer_sequence<int, W>());
+        return sum_each<2 * bit>(v);
+    } else {
+        return v[0];
+    }
 }
 
 inline float largest(vec v) {
