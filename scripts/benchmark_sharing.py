@@ -137,8 +137,9 @@ def policies_on(
         return seconds
 
     for name in names:
-        run(name)
-    print(f"  evictions without history: {evicted}")
+        print(f"  {name}, the first time: {run(name):.2f} s, {evicted[name]} evictions", flush=True)
+    if not args.repeats:
+        return
     seconds = alternate(args.repeats, **{name: (lambda name=name: run(name)) for name in names})
     for name in names:
         ratio = seconds[names[0]] / seconds[name]
@@ -178,7 +179,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=list(parts))
     parser.add_argument("--model", default="tiny", help='checkpoint path, "tiny" or "random-350m"')
     parser.add_argument("--dtype", choices=["float32", "bfloat16"])
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=3, help="0: batch and evictions run once, untaught")
     parser.add_argument("--no-stock", action="store_true")
     parser.add_argument("--stock-batch", type=int, nargs="+", default=[16])
     args = parser.parse_args()
