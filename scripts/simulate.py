@@ -100,13 +100,13 @@ def read_lengths(path: str) -> list[tuple[int, int]]:
     ]
 
 
-def arrivals(args: argparse.Namespace) -> Iterator[Arrival]:
-    """The same for every policy: one generator, one seed, made as they are needed."""
+def arrivals(args: argparse.Namespace, replica: int = 0) -> Iterator[Arrival]:
+    """One replica's part of the trace, the same for every policy: one generator, one seed, made as they are needed."""
     rng = random.Random(args.seed)
     prefixes = [list(rng.randbytes(args.prefix_tokens)) for _ in range(args.prefixes)]
     lengths = None if args.trace in TRACES else read_lengths(args.trace)
     now = 0.0
-    for _ in range(args.requests):
+    for i in range(args.requests):
         if lengths is not None:
             prompt, output = rng.choice(lengths)
         else:
@@ -114,7 +114,9 @@ def arrivals(args: argparse.Namespace) -> Iterator[Arrival]:
         if args.rate:
             now += rng.expovariate(args.rate)
         head = rng.choice(prefixes) if prefixes else []
-        yield Arrival(now, head + list(rng.randbytes(min(prompt, args.longest))), min(output, args.max_new_tokens))
+        tokens = head + list(rng.randbytes(min(prompt, args.longest)))
+        if i % args.replicas == replica:
+            yield Arrival(now, tokens, min(output, args.max_new_tokens))
 
 
 @dataclass
@@ -149,14 +151,27 @@ class Result:
         }
 
 
+def merge(results: list[Result]) -> Result:
+    """What replicas made together: it takes as long as the slowest of them."""
+    total = results[0]
+    for other in results[1:]:
+        for name in ("output_tokens", "good_tokens", "computed_tokens", "steps", "evictions", "real_seconds"):
+            setattr(total, name, getattr(total, name) + getattr(other, name))
+        for name in ("seconds", "most_running", "most_blocks"):
+            setattr(total, name, max(getattr(total, name), getattr(other, name)))
+        total.ttft += other.ttft
+        total.itl += other.itl
+    return total
+
+
 def percentile(values: array, share: float) -> float:
     return sorted(values)[int(share * (len(values) - 1))] if values else 0.0
 
 
 class Simulation:
-    """One policy on one trace."""
+    """One policy on one trace, or on one replica's part of it."""
 
-    def __init__(self, policy: str, args: argparse.Namespace, cost: CostModel) -> None:
+    def __init__(self, policy: str, args: argparse.Namespace, cost: CostModel, replica: int = 0) -> None:
         self.args, self.cost, self.now = args, cost, 0.0
         cache = CacheManager(args.blocks, args.block_size, args.sequences)
         self.scheduler = Scheduler(
@@ -164,7 +179,7 @@ class Simulation:
         )
         self.result = Result(policy)
         self.ends: dict[int, int] = {}  # output length by request id, of the unfinished
-        self._to_come = arrivals(args)
+        self._to_come = arrivals(args, replica)
         self._next = next(self._to_come, None)
         self._num_requests = 0
 
@@ -279,6 +294,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max-batch-tokens", type=int, default=2048)
     add("--blocks", type=int, default=1500, help="cache blocks")
     add("--block-size", type=int, default=64)
+    add("--replicas", type=int, default=1, help="engines that share the trace round-robin, each as large as told here")
     add("--ttft-limit", type=float, default=60.0, help="seconds; goodput counts requests within both limits")
     add("--itl-limit", type=float, default=1.5, help="seconds, mean of a request")
     add("--cost-model", help="JSON file of CostModel's constants")
@@ -294,7 +310,10 @@ def main(argv: list[str] | None = None) -> list[Result]:
     if args.cost_model:
         with open(args.cost_model, encoding="utf-8") as file:
             cost = CostModel(**json.load(file))
-    results = [Simulation(policy, args, cost).run() for policy in args.policies]
+    results = [
+        merge([Simulation(policy, args, cost, replica).run() for replica in range(args.replicas)])
+        for policy in args.policies
+    ]
     print_table(results)
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:

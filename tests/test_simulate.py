@@ -40,7 +40,9 @@ def test_its_steps_are_the_engines_steps(demo_stock, monkeypatch, policy):
     while engine.has_unfinished:
         engine.step()
 
-    monkeypatch.setattr(simulate, "arrivals", lambda args: iter([simulate.Arrival(0.0, p, n) for p, n in work]))
+    monkeypatch.setattr(
+        simulate, "arrivals", lambda args, replica: iter([simulate.Arrival(0.0, p, n) for p, n in work])
+    )
     args = simulate.parse(
         f"--blocks {blocks} --block-size {block_size} --sequences {sequences} --max-batch-tokens {tokens} "
         "--known-lengths --policies fcfs".split()
@@ -67,6 +69,14 @@ def test_arrivals_in_time_wait_their_turn_and_all_end(capsys):
         assert len(result.ttft) == 300 and min(result.ttft) > 0
         assert result.seconds > 100 and result.most_running <= 16 and result.most_blocks <= 120
     assert len({result.output_tokens for result in results}) == 1  # the same trace for every policy
+
+
+def test_replicas_share_the_trace(capsys):
+    one, four = (
+        simulate.main(f"--requests 400 --policies fcfs --sequences 16 --replicas {n}".split())[0] for n in (1, 4)
+    )
+    assert four.output_tokens == one.output_tokens and len(four.ttft) == 400
+    assert one.seconds / 5 < four.seconds < one.seconds / 2
 
 
 def test_a_cost_model_is_found_again_from_its_own_steps():
