@@ -24,11 +24,11 @@ from .handover import refuse, stock_generate, stock_outputs
 from .loading import as_lfm2_cb, default_dtype, load_model, load_tokenizer, parse_bytes
 from .option_types import check_types
 from .options import CallOptions, GenerateOptions, UnsupportedOptionError, make_requests, resolve_options
-from .outputs import RequestEvent, RequestOutput
+from .outputs import RequestEvent, RequestOutput, as_stock_output
 from .prompts import check_token_ids, strip_padding, tokenize
-from .registration import infer_attention_mask, pad_token_id
+from .registration import infer_attention_mask
 from .scheduling.policies import Policy
-from .scheduling.request import FinishReason, Request
+from .scheduling.request import Request
 from .text import IncrementalDecoder
 
 logger = logging.get_logger("transformers.lfm2_cb")
@@ -162,7 +162,7 @@ class ContinuousBatchingGenerator:
                 return stock_generate(self.model, prompts, attention_mask, generation_config, options, kwargs)
             submission = self.enqueue(token_ids, options, width=prompts.shape[-1])
             self.run(submission, progress_bar, streamer)
-            return self._as_stock(prompts, submission, options)
+            return as_stock_output(prompts, submission.requests, submission.members, options.config)
         if attention_mask is not None:
             raise ValueError("attention_mask goes with a tensor of prompts")
         token_ids = tokenize(prompts, self.tokenizer)
@@ -359,35 +359,6 @@ class ContinuousBatchingGenerator:
                 raise UnsupportedOptionError(f"{name} does not go with options that stock generate() has to run")
         kept = {name: value for name, value in generate_kwargs.items() if name not in ours}
         return {**kept, "streamer": streamer}
-
-    def _as_stock(
-        self, prompts: torch.Tensor, submission: Submission, options: GenerateOptions
-    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        failed = next((m for m in submission.members if m.finish_reason is FinishReason.ERROR), None)
-        if failed is not None:
-            raise RuntimeError(f"generation failed: {failed.error!r}") from failed.error
-        answers = [torch.tensor(member.output_token_ids, dtype=torch.long) for member in submission.members]
-        pad = pad_token_id(options.config)
-        padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=0 if pad is None else pad)
-        counts = torch.tensor([1 + request.num_siblings for request in submission.requests])
-        repeated = prompts.repeat_interleave(counts.to(prompts.device), dim=0)
-        sequences = torch.cat([repeated, padded.to(prompts.device)], dim=-1)
-        if not options.config.return_dict_in_generate:
-            return sequences
-        traces = [member.params.trace or Trace() for member in submission.members]
-        return GenerateDecoderOnlyOutput(
-            sequences=sequences,
-            scores=_by_step([trace.scores for trace in traces]) if options.config.output_scores else None,
-            logits=_by_step([trace.logits for trace in traces]) if options.config.output_logits else None,
-        )
-
-
-def _by_step(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-    """Per-request lists of `[vocab]` → stock's tuple of `[requests, vocab]`, one a step."""
-    nothing = torch.zeros_like(next(row[0] for row in rows if row))
-    return tuple(
-        torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in range(max(map(len, rows)))
-    )
 
 
 class RequestHandle:

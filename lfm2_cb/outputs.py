@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from transformers import GenerationConfig
+from transformers.generation import GenerateDecoderOnlyOutput
 
-from .engine.sampler import TokenLogprobs
-from .scheduling.request import FinishReason, RequestMetrics
+from .engine.sampler import TokenLogprobs, Trace
+from .registration import pad_token_id
+from .scheduling.request import FinishReason, Request, RequestMetrics
 
 
 @dataclass
@@ -53,3 +57,38 @@ class RequestEvent:
     text: str | None
     finished: bool
     finish_reason: FinishReason | None = None
+
+
+def as_stock_output(
+    prompts: torch.Tensor, requests: Sequence[Request], members: Sequence[Request], config: GenerationConfig
+) -> torch.Tensor | GenerateDecoderOnlyOutput:
+    """Finished requests for a `[batch, length]` tensor of prompts, as stock `generate()` returns them.
+
+    Args: requests: one a prompt; members: those and their forks, in order.
+    Raises: RuntimeError: one of them failed.
+    """
+    failed = next((m for m in members if m.finish_reason is FinishReason.ERROR), None)
+    if failed is not None:
+        raise RuntimeError(f"generation failed: {failed.error!r}") from failed.error
+    answers = [torch.tensor(member.output_token_ids, dtype=torch.long) for member in members]
+    pad = pad_token_id(config)
+    padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=0 if pad is None else pad)
+    counts = torch.tensor([1 + request.num_siblings for request in requests])
+    repeated = prompts.repeat_interleave(counts.to(prompts.device), dim=0)
+    sequences = torch.cat([repeated, padded.to(prompts.device)], dim=-1)
+    if not config.return_dict_in_generate:
+        return sequences
+    traces = [member.params.trace or Trace() for member in members]
+    return GenerateDecoderOnlyOutput(
+        sequences=sequences,
+        scores=_by_step([trace.scores for trace in traces]) if config.output_scores else None,
+        logits=_by_step([trace.logits for trace in traces]) if config.output_logits else None,
+    )
+
+
+def _by_step(rows: list[list[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+    """Per-request lists of `[vocab]` → stock's tuple of `[requests, vocab]`, one a step."""
+    nothing = torch.zeros_like(next(row[0] for row in rows if row))
+    return tuple(
+        torch.stack([row[step] if step < len(row) else nothing for row in rows]) for step in range(max(map(len, rows)))
+    )
