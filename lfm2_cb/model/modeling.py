@@ -14,7 +14,6 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
@@ -28,6 +27,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..ops.linear import PackedLinear
+from ..ops.native import NativeKernels
+from ..ops.pointwise import rms_norm, swiglu
 from .configuration import Lfm2CbConfig, ffn_width, head_dim, layers_of_type, rope_theta, rope_type
 from .conversion import FusedLinear, fuse_stock_names
 from .padded_state import PaddedState
@@ -37,6 +38,10 @@ logger = logging.get_logger("transformers.lfm2_cb")
 
 class SequenceState(Protocol):
     """What a layer asks of the batch it runs on. Shapes: `...` is `[tokens]` or `[batch, length]`."""
+
+    @property
+    def native(self) -> NativeKernels | None:
+        """What pointwise work is to run with; None: torch."""
 
     def attend(
         self, layer: Lfm2CbAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -65,9 +70,8 @@ class Lfm2CbRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x32 = x.float()
-        return self.weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+    def forward(self, x: torch.Tensor, native: NativeKernels | None = None) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps, native)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}"
@@ -125,9 +129,8 @@ class Lfm2CbMLP(nn.Module):
         self.w2 = PackedLinear(width, config.hidden_size, bias=False)
         self.register_load_state_dict_pre_hook(fuse_stock_names)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, value = self.w13(x).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * value)
+    def forward(self, x: torch.Tensor, native: NativeKernels | None = None) -> torch.Tensor:
+        return self.w2(swiglu(self.w13(x), native))
 
 
 class Lfm2CbAttention(nn.Module):
@@ -158,7 +161,8 @@ class Lfm2CbAttention(nn.Module):
         q, k, v = (
             part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.split_sizes, dim=-1)
         )
-        q, k = rotate(self.q_layernorm(q), *rope), rotate(self.k_layernorm(k), *rope)
+        q, k = self.q_layernorm(q, state.native), self.k_layernorm(k, state.native)
+        q, k = rotate(q, *rope), rotate(k, *rope)
         mixed, weights = state.attend(self, q, k, v)
         return self.out_proj(mixed), weights
 
@@ -198,13 +202,13 @@ class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
     ) -> torch.Tensor:
-        normed = self.operator_norm(hidden_states)
+        normed = self.operator_norm(hidden_states, state.native)
         if self.is_attention_layer:
             mixed, _ = self.self_attn(normed, rope, state)
         else:
             mixed = self.conv(normed, state)
         hidden_states = hidden_states + mixed
-        return hidden_states + self.feed_forward(self.ffn_norm(hidden_states))
+        return hidden_states + self.feed_forward(self.ffn_norm(hidden_states, state.native), state.native)
 
 
 class Lfm2CbPreTrainedModel(PreTrainedModel):
@@ -282,7 +286,7 @@ class Lfm2CbModel(Lfm2CbPreTrainedModel):
         for layer in self.layers:
             hidden_states = layer(hidden_states, rope, state)
         return BaseModelOutputWithPast(
-            last_hidden_state=self.embedding_norm(hidden_states), past_key_values=past_key_values
+            last_hidden_state=self.embedding_norm(hidden_states, state.native), past_key_values=past_key_values
         )
 
 

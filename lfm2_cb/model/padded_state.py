@@ -21,6 +21,8 @@ class PaddedState:
     before the convolution's projection (so results equal stock's to the bit of its masking, `conv_bias` included).
     """
 
+    native = None  # gradients may be wanted
+
     def __init__(
         self,
         config: Lfm2CbConfig,

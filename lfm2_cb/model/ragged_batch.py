@@ -13,7 +13,7 @@ from ..ops.attention import paged_attention
 from ..ops.cascade import SharedPrefix, cascade_attention, shared_blocks
 from ..ops.native import NativeKernels
 from ..ops.native_attention import PackedSequences
-from ..ops.short_conv import ragged_short_conv
+from ..ops.short_conv import native_short_conv, ragged_short_conv
 from .hybrid_cache import HybridCache
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class RaggedBatch:
         shared: Sequence[tuple[Sequence[int], int]] = (),
         native: NativeKernels | None = None,
     ) -> None:
-        self.cache, self.rows, self.kernel_size = cache, rows, kernel_size
+        self.cache, self.rows, self.kernel_size, self.native = cache, rows, kernel_size, native
         self.device = next(iter((*cache.keys.values(), *cache.conv_states.values()))).device
         lengths = np.array([len(row.token_ids) for row in rows])
         starts = np.array([row.start for row in rows])
@@ -171,12 +171,16 @@ class RaggedBatch:
         return mixed.flatten(-2), None
 
     def convolve(self, layer: Lfm2CbShortConv, x: torch.Tensor) -> torch.Tensor:
-        states = self.cache.conv_states[layer.layer_idx]
-        extended = torch.cat((states[self._read_rows].flatten(0, 1), x))
-        states[self._write_rows] = extended[self._write_index]
+        cache, weight, bias = self.cache.conv_states[layer.layer_idx], layer.conv.weight.squeeze(1), layer.conv.bias
+        states = cache[self._read_rows]
+        if self.native is not None and self._drafted is None:
+            writes = cache, self._write_rows, self._write_index
+            return native_short_conv(self.native, states, x, self._taps, weight, bias, *writes)
+        extended = torch.cat((states.flatten(0, 1), x))
+        cache[self._write_rows] = extended[self._write_index]
         if self._drafted is not None:
             self._drafted[layer.layer_idx] = extended
-        return ragged_short_conv(extended, self._taps, layer.conv.weight.squeeze(1), layer.conv.bias)
+        return ragged_short_conv(extended, self._taps, weight, bias)
 
     def mask_padding(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states  # nothing is padded here

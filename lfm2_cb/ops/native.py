@@ -76,18 +76,16 @@ class NativeKernels:
         """Run a kernel: tensors go as pointers (they must be contiguous as the kernel says), None as a null pointer,
         ints as int64_t, floats as double; torch's number of threads goes last."""
         function = self._functions.get(name)
-        if function is None:
+        if function is None:  # a kernel's parameters do not change their kinds from call to call
             function = self._functions[name] = getattr(self._library, f"{name}_{self.isa}")
-            function.restype = None
-        function(*map(_as_c, args), ctypes.c_int64(torch.get_num_threads()))
+            function.restype, function.argtypes = None, [*map(_c_type, args), ctypes.c_int64]
+        function(*[arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args], torch.get_num_threads())
 
 
-def _as_c(value: torch.Tensor | int | float | None) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_double:
-    if isinstance(value, torch.Tensor):
-        return ctypes.c_void_p(value.data_ptr())
-    if value is None:
-        return ctypes.c_void_p()
-    return ctypes.c_double(value) if isinstance(value, float) else ctypes.c_int64(value)
+def _c_type(value: torch.Tensor | int | float | None) -> type:
+    if value is None or isinstance(value, torch.Tensor):
+        return ctypes.c_void_p
+    return ctypes.c_double if isinstance(value, float) else ctypes.c_int64
 
 
 def resolve_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> NativeKernels | None:

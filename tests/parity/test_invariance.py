@@ -1,6 +1,7 @@
 """The headline: a request's tokens do not depend on packing, chunking, batch mates, preemption, or cache hits."""
 
 import random
+import shutil
 
 import pytest
 import torch
@@ -28,9 +29,11 @@ def references(demo_stock, demo_tokenizer):
     return [(prompt, stock_greedy(demo_stock, prompt, NEW)) for prompt in ids]
 
 
-def make_engine(model, *, blocks, block_size, max_batch_tokens, max_sequences, policy="fcfs", prefix_caching=True):
+def make_engine(
+    model, *, blocks, block_size, max_batch_tokens, max_sequences, policy="fcfs", prefix_caching=True, kernels="auto"
+):
     """An engine whose cache has exactly so many blocks."""
-    config = EngineConfig(max_batch_tokens, max_sequences, 2**26, block_size, prefix_caching, policy)
+    config = EngineConfig(max_batch_tokens, max_sequences, 2**26, block_size, prefix_caching, policy, kernels=kernels)
     engine = Engine(model, config)
     engine.scheduler.cache = CacheManager(blocks, block_size, engine.plan.num_slots, prefix_caching)
     return engine
@@ -155,10 +158,15 @@ def test_random_nets_preempted_forked_and_drafted(small, data):
         assert member.error is None and member.output_token_ids == expected[member.request_id]
 
 
-def test_preemption_really_happens_and_changes_nothing(small):
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_preemption_really_happens_and_changes_nothing(small, kernels):
+    if kernels == "native" and shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None:
+        pytest.skip("no C++ compiler")
     stock, prompts, lengths, answers = small[1]
     needed = max(-(-(len(p) + n) // 2) for p, n in zip(prompts, lengths, strict=True))
-    engine = make_engine(as_lfm2_cb(stock), blocks=needed + 6, block_size=2, max_batch_tokens=64, max_sequences=12)
+    limits = {"blocks": needed + 6, "block_size": 2, "max_batch_tokens": 64, "max_sequences": 12}
+    engine = make_engine(as_lfm2_cb(stock), **limits, kernels=kernels)
+    assert (engine.runner.native is None) == (kernels == "torch")
     requests = [
         Request(i, p, n, params=SamplingParams()) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))
     ]

@@ -50,13 +50,22 @@ inline vec load(const bf16* p) {
 
 inline void store(float* p, vec v) { memcpy(p, &v, sizeof v); }
 
-// to bf16, to nearest even as torch does; NaN stays NaN
-inline void store(bf16* p, vec v) {
-    uvec u = (uvec)v;
+// The bits of the nearest bf16 in the lower half of each lane: ties to even as in torch, NaN stays NaN.
+inline uvec nearest_bf16(vec v) {
+    uvec u = (uvec)v, nan = (uvec)(v != v);
     uvec rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
-    uvec nan = (uvec)(v != v);
-    hvec h = __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0), hvec);
+    return (rounded & ~nan) | (nan & 0x7fc0);
+}
+
+inline void store(bf16* p, vec v) {
+    hvec h = __builtin_convertvector(nearest_bf16(v), hvec);
     memcpy(p, &h, sizeof h);
+}
+
+// What would be stored, as fp32.
+template <class T>
+inline vec rounded(vec v) {
+    return sizeof(T) == sizeof(float) ? v : (vec)(nearest_bf16(v) << 16);
 }
 
 inline vec fill(float x) { return vec{} + x; }
