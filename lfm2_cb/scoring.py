@@ -165,6 +165,8 @@ class PrefixTree:
 class TreeState:
     """A prefix tree as the `SequenceState` that the layers ask. Every token sees its ancestors, and only those."""
 
+    native = None  # no kernel knows trees
+
     def __init__(self, tree: PrefixTree, kernel_size: int, device: torch.device) -> None:
         self.input_ids = torch.tensor(tree.token_ids, device=device)
         self.position_ids = torch.tensor(tree.positions, device=device)
