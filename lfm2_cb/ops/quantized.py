@@ -47,26 +47,23 @@ def quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     the group's squared error.
 
     Args: weight `[out, in]`, floating point.
-    Returns: values uint8 `[out, groups * GROUP_SIZE / 2]`, by `_pack`; scale bf16 `[out, groups]`. The inputs are filled
-        up with zeros to an even number of groups.
+    Returns: values uint8 `[out, groups * GROUP_SIZE / 2]`, by `_pack`; scale bf16 `[out, groups]`. Zeros fill
+        up an even number of groups.
     """
     groups = num_groups(weight.shape[-1])
     padded = F.pad(weight.float(), (0, groups * GROUP_SIZE - weight.shape[-1]))
     grouped = padded.unflatten(-1, (groups, GROUP_SIZE))
     largest = grouped.gather(-1, grouped.abs().argmax(-1, keepdim=True))
     largest = torch.where(largest.abs() < _TINY, _TINY, largest)
-    best_error, best_scale, best_values = None, None, None
+    error = torch.full_like(largest, torch.inf)
+    best_scale, best_values = largest, grouped
     for shrinkage in INT4_SHRINKAGE:
         scale = _round_to_bf16(largest * shrinkage / -8)
         values = (grouped / scale).round_().clamp_(-8, 7)
-        error = (values * scale - grouped).square().sum(-1, keepdim=True)
-        if best_error is None:
-            best_error, best_scale, best_values = error, scale, values
-        else:
-            better = error < best_error
-            best_error = torch.where(better, error, best_error)
-            best_scale, best_values = torch.where(better, scale, best_scale), torch.where(better, values, best_values)
-    assert best_values is not None and best_scale is not None
+        new_error = (values * scale - grouped).square().sum(-1, keepdim=True)
+        better = new_error < error
+        error, best_scale = torch.where(better, new_error, error), torch.where(better, scale, best_scale)
+        best_values = torch.where(better, values, best_values)
     return _pack(best_values.flatten(1)), best_scale.squeeze(-1).to(torch.bfloat16)
 
 
@@ -123,7 +120,7 @@ def native_linear(
     *,
     kernels: NativeKernels,
 ) -> torch.Tensor:
-    """What `reference_linear` computes, by the native kernels: fp32 or bf16 x, summed in integers (csrc/quantized.cpp).
+    """What `reference_linear` computes, for fp32 or bf16 x, summed in integers (csrc/quantized.cpp).
 
     A row's result does not depend on the rows beside it, nor on the instruction set (but for "plain").
     """
@@ -192,7 +189,13 @@ class _Quantized(nn.Module):
         """values and scale of a matrix, as this layer holds them. Raises: ValueError: a weight is not finite."""
         if not weight.isfinite().all():
             raise ValueError("weights that are not finite cannot be quantised")
-        return quantize_int8(weight) if self.bits == 8 else quantize_int4(weight)
+        convert = quantize_int8 if self.bits == 8 else quantize_int4
+        values = torch.empty_like(self.weight, device=weight.device)
+        scale = torch.empty_like(self.weight_scale, device=weight.device)
+        for rows in range(0, len(weight), OUTPUT_CHUNK):  # some at a time, so that little else is in memory
+            part = slice(rows, rows + OUTPUT_CHUNK)
+            values[part], scale[part] = convert(weight[part])
+        return values, scale
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """`[out, in]` in `dtype`."""

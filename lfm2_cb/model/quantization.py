@@ -1,0 +1,178 @@
+"""Models with low-bit weights: which layers are replaced, and how transformers loads and saves them.
+
+`config.json` of a quantised checkpoint has `"quantization_config": {"quant_method": "lfm2_cb", "weights": "int8"}`, by
+which transformers finds the quantizer here; the weights lie in its safetensors as our layers hold them. A checkpoint
+in full precision is quantised while it is loaded, one matrix after another, so that no full copy is ever in memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..ops.quantized import QuantizedEmbedding, QuantizedLinear
+from .conversion import FusedLinear
+from .modeling import Lfm2CbForCausalLM, Lfm2CbPreTrainedModel
+
+QUANT_METHOD = "lfm2_cb"
+#: what `weights=` may be → bits of the layers' matrices. (Embedding and head have 8 in both: one matrix, where tied.)
+WEIGHTS = {"int8": 8, "int4": 4}
+
+#: the end of what is said to models that others have quantised
+OTHERS_REFUSED = 'which lfm2_cb does not run: load it in full precision, and pass weights="int8" or "int4"'
+
+
+class Lfm2CbQuantizationConfig(QuantizationConfigMixin):
+    """What `from_pretrained(..., quantization_config=)` takes, and what a checkpoint's `config.json` says.
+
+    Args: weights: "int8" (a scale a channel) or "int4" (a scale for every 32 inputs; embedding and head in 8 bits).
+    Raises: ValueError: anything else.
+    """
+
+    def __init__(self, weights: str = "int8", quant_method: str = QUANT_METHOD) -> None:
+        check_weights(weights)
+        if quant_method != QUANT_METHOD:
+            raise ValueError(f"quant_method must be {QUANT_METHOD!r}, got {quant_method!r}")
+        self.weights, self.quant_method = weights, quant_method  # type: ignore[assignment]  # no enum takes ours
+
+
+def check_weights(weights: str) -> None:
+    """Raises: ValueError: not one of `WEIGHTS`."""
+    if weights not in WEIGHTS:
+        raise ValueError(f"weights must be one of {', '.join(map(repr, WEIGHTS))} or None, got {weights!r}")
+
+
+class Lfm2CbQuantizer(HfQuantizer):
+    """Puts quantised layers into a model that transformers is about to load, and quantises what goes into them."""
+
+    quantization_config: Lfm2CbQuantizationConfig  # type: ignore[assignment]  # as in transformers' own quantizers
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        owner, _, leaf = param_name.rpartition(".")
+        is_quantized = isinstance(model.get_submodule(owner), (QuantizedLinear, QuantizedEmbedding))
+        return leaf == "weight" and is_quantized and not self.pre_quantized
+
+    def get_quantize_ops(self) -> ConversionOps:
+        return QuantizeOnLoad()
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        if not isinstance(model, Lfm2CbPreTrainedModel):
+            raise TypeError(
+                f"quant_method {QUANT_METHOD!r} is for lfm2_cb's own classes, not {type(model).__name__}: load with "
+                "Lfm2CbForCausalLM, or AutoModelForCausalLM after lfm2_cb.enable()"
+            )
+        replace_layers(model, self.quantization_config.weights)
+        return model
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
+        for module in model.modules():
+            if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
+                module.weight_scale.requires_grad_(False)  # the loader makes every floating-point parameter trainable
+        keep_layout(model)
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+
+class QuantizeOnLoad(ConversionOps):
+    """The loader's step for one matrix (already fused): weight → weight, weight_scale."""
+
+    @torch.no_grad()
+    def convert(self, input_dict: dict[str, Any], *, model: PreTrainedModel, **_: Any) -> dict[str, torch.Tensor]:
+        ((name, found),) = input_dict.items()
+        weight = found[0] if isinstance(found, list) else found
+        values, scale = model.get_submodule(name.rpartition(".")[0]).quantize(weight)
+        return {name: values, f"{name}_scale": scale}
+
+
+def replace_layers(model: PreTrainedModel, weights: str) -> None:
+    """Put quantised layers in the place of a model's linears and embedding, on the meta device."""
+    for name, module in list(model.named_modules()):
+        new: nn.Module
+        with torch.device("meta"):
+            if isinstance(module, nn.Linear):
+                bits = 8 if name == "lm_head" else WEIGHTS[weights]
+                new = QuantizedLinear(module.in_features, module.out_features, module.bias is not None, bits)
+            elif isinstance(module, nn.Embedding):
+                new = QuantizedEmbedding(module.num_embeddings, module.embedding_dim)
+            else:
+                continue
+        for parameter in new.parameters():
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(model.dtype)
+        model.set_submodule(name, new)
+    if isinstance(model, Lfm2CbForCausalLM) and model.config.tie_word_embeddings:
+        model.all_tied_weights_keys["lm_head.weight_scale"] = "model.embed_tokens.weight_scale"
+
+
+@torch.no_grad()
+def quantize(model: PreTrainedModel, weights: str) -> Lfm2CbForCausalLM:
+    """A new model with low-bit weights; the given one is left as it is, and shares nothing with it.
+
+    Args: model: one of ours or a stock `Lfm2ForCausalLM`, in full precision; weights: "int8" or "int4".
+    Raises: ValueError: another `weights`; weights that are not finite.
+    """
+    fields = {k: v for k, v in model.config.to_dict().items() if k != "model_type"}
+    config = Lfm2CbForCausalLM.config_class(**fields, quantization_config=Lfm2CbQuantizationConfig(weights))
+    config._attn_implementation = model.config._attn_implementation
+    with torch.device("meta"):
+        new = Lfm2CbForCausalLM(config).to(model.dtype)
+    parts = {name: list(module.parts) for name, module in new.named_modules() if isinstance(module, FusedLinear)}
+    replace_layers(new, weights)
+    source = dict(model.named_parameters(remove_duplicate=False))
+    for name, module in new.named_modules():
+        for leaf, empty in list(module.named_parameters(recurse=False)):
+            full_name = f"{name}.{leaf}"
+            if full_name in new.all_tied_weights_keys or leaf == "weight_scale":
+                continue
+            if isinstance(module, (QuantizedLinear, QuantizedEmbedding)) and leaf == "weight":
+                parent = name.rpartition(".")[0]
+                names = [full_name] if full_name in source else [f"{parent}.{part}.weight" for part in parts[name]]
+                values, scale = module.quantize(torch.cat([source[n] for n in names]))
+                module.weight = nn.Parameter(values, requires_grad=False)
+                module.weight_scale = nn.Parameter(scale, requires_grad=False)
+            else:
+                setattr(module, leaf, nn.Parameter(source[full_name].clone(), empty.requires_grad))
+    new.tie_weights(recompute_mapping=False)
+    for name, buffer in model.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        setattr(new.get_submodule(owner), leaf, buffer.clone())
+    new.generation_config = copy.deepcopy(model.generation_config)
+    quantizer = Lfm2CbQuantizer(config.quantization_config, pre_quantized=True)
+    quantizer.postprocess_model(new)
+    new.hf_quantizer, new.is_quantized, new.quantization_method = quantizer, True, QUANT_METHOD
+    return new.train(model.training)
+
+
+def weights_of(model: PreTrainedModel) -> str | None:
+    """ "int8" or "int4" of a model that was quantised here; None: full precision.
+
+    Raises: TypeError: it was quantised by something else, by its name.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if isinstance(quantizer, Lfm2CbQuantizer):
+        return quantizer.quantization_config.weights
+    if quantizer is not None:
+        method = quantizer.quantization_config.quant_method
+        raise TypeError(f"the model is quantised by {getattr(method, 'value', method)!r}, {OTHERS_REFUSED}")
+    for name, parameter in model.named_parameters():
+        if type(parameter.data) is not torch.Tensor:
+            raise TypeError(f"{name} is a {type(parameter.data).__name__}, {OTHERS_REFUSED}")
+    return None
+
+
+def keep_layout(model: PreTrainedModel) -> None:
+    """Make `save_pretrained` write the layers as they are, and not in the stock layout."""
+    model._weight_conversions = []
