@@ -69,6 +69,8 @@ class ContinuousBatchingGenerator:
         drafting: "auto" guesses tokens by prompt lookup and verifies them, wherever that pays; tokens stay the same.
             "none" does so where a call asks for it (`prompt_lookup_num_tokens`, `assistant_model`).
         kernels: "native" (C++, compiled once on first use), "torch", or "auto": native on a CPU with a compiler.
+        weights: "int8" or "int4" stores and streams them in so few bits (embedding and head in 8 at least): a path is
+            quantised while it is loaded, a live model is copied. None: as they are.
 
     Raises:
         TypeError: not an LFM2. UnsafeCheckpointError: a checkpoint of pickles. MemoryError: the cache cannot be
@@ -90,13 +92,14 @@ class ContinuousBatchingGenerator:
         policy: str | Policy = "fcfs",
         drafting: str = "none",
         kernels: str = "auto",
+        weights: str | None = None,
     ) -> None:
         check_types({"seed": seed, "prefix_caching": prefix_caching, "policy": policy})
         if isinstance(model, str):
-            loaded = load_model(model)
+            loaded = load_model(model, weights=weights)
             tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
             model = loaded
-        self.model, self.tokenizer, self.seed = as_lfm2_cb(model), tokenizer, seed
+        self.model, self.tokenizer, self.seed = as_lfm2_cb(model, weights), tokenizer, seed
         config = EngineConfig(
             max_batch_tokens,
             max_sequences,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import weakref
@@ -9,11 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, Lfm2ForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from safetensors import safe_open
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    Lfm2ForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .model.configuration import Lfm2CbConfig
-from .model.conversion import adopt, still_adopted
+from .model.conversion import adopt, check_adoptable, still_adopted
 from .model.modeling import Lfm2CbForCausalLM
+from .model.quantization import (
+    OTHERS_REFUSED,
+    QUANT_METHOD,
+    Lfm2CbQuantizationConfig,
+    check_weights,
+    quantize,
+    weights_of,
+)
 
 #: what a checkpoint's config.json may call itself
 MODEL_TYPES = ("lfm2", Lfm2CbConfig.model_type)
@@ -32,26 +50,79 @@ def default_dtype() -> torch.dtype:
     return torch.float32
 
 
-def load_model(path: str, dtype: torch.dtype | None = None, allow_pickle: bool = False) -> Lfm2CbForCausalLM:
+def load_model(
+    path: str, dtype: torch.dtype | None = None, allow_pickle: bool = False, weights: str | None = None
+) -> Lfm2CbForCausalLM:
     """Load a checkpoint folder or hub id in our class; code that comes with it is never run.
 
     Args:
         dtype: `default_dtype()` where None.
         allow_pickle: also read `pytorch_model.bin` (by torch's restricted unpickler).
+        weights: "int8" or "int4" quantises while loading, matrix by matrix; None: as the checkpoint is.
     Raises:
-        TypeError: not an LFM2. UnsafeCheckpointError: pickles only. OSError: not there.
+        TypeError: not an LFM2, or quantised by others. UnsafeCheckpointError: pickles only. OSError: not there.
+        ValueError: other `weights` than the checkpoint has.
     """
     config, _ = PreTrainedConfig.get_config_dict(path)
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:  # transformers would only warn, and start from random weights
         raise TypeError(f"lfm2_cb runs LFM2 models, and {path} holds {model_type!r}")
+    quantization = _quantization(config.get("quantization_config"), weights)
     if not allow_pickle and _is_pickle(Path(path)):
         raise UnsafeCheckpointError(
             f"{path} holds pickled weights (*.bin), which can run code when read. If you trust them, convert once: "
             "Lfm2ForCausalLM.from_pretrained(path).save_pretrained(new_path); or allow pickles (--allow-pickle)"
         )
-    use_safetensors = None if allow_pickle else True
-    return Lfm2CbForCausalLM.from_pretrained(path, dtype=dtype or default_dtype(), use_safetensors=use_safetensors)
+    dtype, use_safetensors = dtype or default_dtype(), None if allow_pickle else True
+    files = _safetensors_of(Path(path)) if quantization is not None else []
+    if files:
+        return _load_without_mapping(path, files, dtype, quantization)
+    return Lfm2CbForCausalLM.from_pretrained(
+        path, dtype=dtype, use_safetensors=use_safetensors, quantization_config=quantization
+    )
+
+
+def _safetensors_of(folder: Path) -> list[Path]:
+    """The files of a local checkpoint, by its index where it is sharded; none: not local, or not safetensors."""
+    index, whole = folder / SAFE_WEIGHTS_INDEX_NAME, folder / SAFE_WEIGHTS_NAME
+    if whole.is_file():
+        return [whole]
+    if not index.is_file():
+        return []
+    return [folder / name for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
+
+
+def _load_without_mapping(
+    path: str, files: list[Path], dtype: torch.dtype, quantization: Lfm2CbQuantizationConfig | None
+) -> Lfm2CbForCausalLM:
+    """As `from_pretrained`, which maps whole files and so has all that was read so far in memory until the end."""
+    opened = [safe_open(file, framework="pt", backend="pread") for file in files]
+    # Each is read when it is asked for. (`file` has keys, and is no mapping.)
+    slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
+    config = Lfm2CbConfig.from_pretrained(path)
+    model = Lfm2CbForCausalLM.from_pretrained(
+        None, config=config, state_dict=slices, dtype=dtype, quantization_config=quantization
+    )
+    if Path(path, GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
+def _quantization(found: dict[str, Any] | None, weights: str | None) -> Lfm2CbQuantizationConfig | None:
+    """What to ask of the loader, given a checkpoint's own `quantization_config`. Raises: TypeError; ValueError."""
+    if found is None:
+        return None if weights is None else Lfm2CbQuantizationConfig(weights)
+    if found.get("quant_method") != QUANT_METHOD:
+        raise TypeError(f"the checkpoint is quantised by {found.get('quant_method')!r}, {OTHERS_REFUSED}")
+    check_same_weights(found.get("weights"), weights)
+    return None  # the loader reads it in config.json
+
+
+def check_same_weights(has: str | None, asked: str | None) -> None:
+    """Raises: ValueError: a quantised model is asked to be quantised in another way."""
+    if asked is not None and asked != has:
+        check_weights(asked)
+        raise ValueError(f"weights={asked!r}, but the model already has {has} weights: quantise from full precision")
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -70,14 +141,26 @@ def describe_files(path: str) -> dict[str, Any]:
     return {file.name: file.stat().st_size for pattern in patterns for file in sorted(folder.glob(pattern))}
 
 
-def as_lfm2_cb(model: Any) -> Lfm2CbForCausalLM:
-    """Our model as it is, or a stock LFM2 adopted once (its weights shared). Raises: TypeError."""
+def as_lfm2_cb(model: Any, weights: str | None = None) -> Lfm2CbForCausalLM:
+    """Our model as it is, or a stock LFM2 adopted once (its weights shared).
+
+    Args: weights: "int8" or "int4": a new model with such weights; None: as they are.
+    Raises: TypeError: not an LFM2, or wrapped, or quantised by others. ValueError: `weights`.
+    """
     if isinstance(model, Lfm2CbForCausalLM):
+        has = weights_of(model)
+        if has is None and weights is not None:
+            return quantize(model, weights)
+        check_same_weights(has, weights)
         return model
     if not isinstance(model, Lfm2ForCausalLM):
         raise TypeError(
             f"lfm2_cb runs LFM2 models, got {type(model).__name__} (unwrap adapters and data-parallel wrappers first)"
         )
+    if weights is not None:
+        check_weights(weights)
+        check_adoptable(model)
+        return quantize(model, weights)
     known = _adopted.get(model)
     if known is None or not still_adopted(model, known):
         known = _adopted[model] = adopt(model, Lfm2CbForCausalLM)

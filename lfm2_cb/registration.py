@@ -19,10 +19,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Generation
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 from transformers.pipelines import PIPELINE_REGISTRY
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
 
 from .model.configuration import Lfm2CbConfig
 from .model.conversion import weight_conversions
 from .model.modeling import Lfm2CbForCausalLM, Lfm2CbModel
+from .model.quantization import QUANT_METHOD, Lfm2CbQuantizationConfig, Lfm2CbQuantizer
 
 _stock_lfm2_class = transformers.Lfm2ForCausalLM
 
@@ -58,6 +60,9 @@ def register() -> None:
     # Under the name of the class that holds the layers: whatever wraps it is converted, and no stock class ever is.
     # (A stock model that reads one of our saves takes over our model type, so that would not tell them apart.)
     register_checkpoint_conversion_mapping(Lfm2CbModel.__name__, weight_conversions(), overwrite=True)
+    # (transformers' own decorators for this raise at the second call.)
+    AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = Lfm2CbQuantizationConfig
+    AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = Lfm2CbQuantizer
     # A dotted string is resolved only when a text-generation pipeline is made; the class returns the stock pipeline
     # unless generator= is given. (`register_pipeline` would leave a mark in every saved config.)
     PIPELINE_REGISTRY.supported_tasks["text-generation"]["impl"] = "lfm2_cb.pipeline.ContinuousBatchingPipeline"

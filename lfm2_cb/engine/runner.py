@@ -12,6 +12,7 @@ from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
 from ..ops.linear import PackedLinear
 from ..ops.native import resolve_kernels
+from ..ops.quantized import linear_kernels
 from ..scheduling.cache_manager import Fork
 from ..scheduling.scheduler import ScheduledRow
 from .sharing import shared_prefixes
@@ -60,10 +61,11 @@ class ModelRunner:
     def forward(self, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]] = ()) -> torch.Tensor:
         """One packed forward: fp32 logits `[sum of num_logits, vocab_size]`. shared: as in `RaggedBatch`."""
         self._batch = batch = RaggedBatch(rows, self.cache, self.kernel_size, shared, self.native)
-        hidden_states = self.model.model(
-            input_ids=batch.input_ids, position_ids=batch.position_ids, state=batch, use_cache=False
-        ).last_hidden_state
-        return self.model.lm_head(hidden_states[batch.logits_index]).float()
+        with linear_kernels(self.native):
+            hidden_states = self.model.model(
+                input_ids=batch.input_ids, position_ids=batch.position_ids, state=batch, use_cache=False
+            ).last_hidden_state
+            return self.model.lm_head(hidden_states[batch.logits_index]).float()
 
     def settle(self, num_accepted: dict[int, int]) -> None:
         """Keep the conv state of the accepted drafts: row index in the last `run` → how many were accepted."""

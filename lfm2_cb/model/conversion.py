@@ -109,7 +109,7 @@ def adopt(stock: PreTrainedModel, model_class: type[Lfm2CbForCausalLM]) -> Lfm2C
         TypeError: a layer or weight is not stock's own (a quantised or adapter-wrapped model).
         ValueError: a parameter is on the meta device (offloaded by accelerate).
     """
-    _check_adoptable(stock)
+    check_adoptable(stock)
     config = model_class.config_class(**{k: v for k, v in stock.config.to_dict().items() if k != "model_type"})
     config._attn_implementation = stock.config._attn_implementation
     with torch.device("meta"):
@@ -157,7 +157,8 @@ def _stack_in_place(parts: list[nn.Parameter]) -> nn.Parameter:
     return nn.Parameter(stacked, requires_grad=parts[0].requires_grad)
 
 
-def _check_adoptable(stock: PreTrainedModel) -> None:
+def check_adoptable(stock: PreTrainedModel) -> None:
+    """Raises: TypeError, ValueError: as `adopt`."""
     with torch.device("meta"):
         plain = Lfm2ForCausalLM(stock.config)
     found = dict(stock.named_modules())
