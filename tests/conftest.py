@@ -1,4 +1,5 @@
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +13,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# A shell starts its background jobs deaf to Ctrl-C; the tests about it are not, nor are the commands they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import transformers
 

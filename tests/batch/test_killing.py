@@ -10,7 +10,7 @@ from killing import kill_many
 
 
 @pytest.mark.parametrize(
-    "times, num_rows, most", [(3, 60, 1), pytest.param(50, 200, 4, marks=pytest.mark.slow)], ids=["short", "long"]
+    "times, num_rows, most", [(2, 60, 1), pytest.param(50, 200, 4, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_killed_at_random_instants(tmp_path, capsys, times, num_rows, most):
     summary = kill_many(tmp_path, times, num_rows, most=most)

@@ -110,7 +110,7 @@ def any_sharing(monkeypatch):
     monkeypatch.setattr("lfm2_cb.engine.sharing.MIN_SAVED_TOKENS", 1)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.usefixtures("any_sharing")
 def test_random_nets_preempted_forked_and_drafted(small, data):
