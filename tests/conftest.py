@@ -14,12 +14,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# A shell starts its background jobs deaf to Ctrl-C; the tests about it are not, nor are the commands they start.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 import transformers
 
 import lfm2_cb
+
+# A shell starts its background jobs deaf to Ctrl-C; the tests about it are not, nor are the commands they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 transformers.utils.logging.disable_progress_bar()
 
