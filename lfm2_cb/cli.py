@@ -28,6 +28,7 @@ from .engine.loop import BrokenError
 from .generator import ContinuousBatchingGenerator
 from .handover import refuse
 from .loading import default_dtype, describe_files, load_model, load_tokenizer
+from .model.quantization import WEIGHTS
 from .scheduling.policies import POLICIES
 
 #: flags of `generate` that are generation options, with their types
@@ -112,6 +113,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help="folder or id of an LFM2 checkpoint")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: what this hardware multiplies best")
+    add("--weights", choices=list(WEIGHTS), help="store and stream them in so few bits; default: as the checkpoint is")
     add("--device", help='"cpu", "cuda", ...; default: CUDA where there is one')
     add("--cache-memory", default="2GiB")
     add("--max-batch-tokens", type=int, default=2048)
@@ -135,7 +137,7 @@ def _generate(args: argparse.Namespace) -> int:
         raise UsageError("--overwrite and --retry-errors go with an output file")
     config = None if args.generation_config is None else _generation_config(args.generation_config)
     record = {
-        **{name: getattr(args, name) for name in ("model", "input", "column", "keep", "ordered")},
+        **{name: getattr(args, name) for name in ("model", "weights", "input", "column", "keep", "ordered")},
         **{"dtype": str(_dtype(args)), "model_files": describe_files(args.model), "input_identity": source.identity},
         **{"options": options, "generation_config": None if config is None else config.to_dict()},
     }
@@ -209,7 +211,7 @@ def _dtype(args: argparse.Namespace) -> torch.dtype:
 
 
 def _make_generator(args: argparse.Namespace) -> ContinuousBatchingGenerator:
-    model = load_model(args.model, _dtype(args), args.allow_pickle)
+    model = load_model(args.model, _dtype(args), args.allow_pickle, args.weights)
     tokenizer = load_tokenizer(args.model, args.trust_remote_code)
     try:
         model.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))

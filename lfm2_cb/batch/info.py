@@ -6,6 +6,7 @@ import torch
 
 from ..generator import ContinuousBatchingGenerator
 from ..model.configuration import layers_of_type
+from ..model.quantization import num_weights, weights_of
 from ..ops.linear import PackedLinear
 
 
@@ -13,7 +14,7 @@ def describe(generator: ContinuousBatchingGenerator) -> str:
     """Model, dtype, kernels and memory plan, one fact a line."""
     model, plan, options = generator.model, generator.engine.plan, generator.engine.config
     config = model.config
-    num_parameters = sum(p.numel() for p in model.parameters()) / 1e6
+    num_parameters = num_weights(model) / 1e6
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     conv, attention = layers_of_type(config, "conv"), layers_of_type(config, "full_attention")
     mib = 2**20
@@ -25,7 +26,7 @@ def describe(generator: ContinuousBatchingGenerator) -> str:
             f"hidden {config.hidden_size}, up to {config.max_position_embeddings:,} tokens",
             f"dtype, device  {model.dtype}, {model.device}, {torch.get_num_threads()} threads",
             f"kernels        {kernel_path(model.device)}",
-            f"weights        {weights / mib:,.1f} MiB",
+            f"weights        {weights / mib:,.1f} MiB, {weights_of(model) or 'in full precision'}",
             f"cache          {plan}",
             f"               a block is {plan.bytes_per_block:,} bytes "
             f"({'with' if plan.checkpoints else 'without'} a conv checkpoint), a slot {plan.bytes_per_state:,}",

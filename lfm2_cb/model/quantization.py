@@ -173,6 +173,18 @@ def weights_of(model: PreTrainedModel) -> str | None:
     return None
 
 
+def num_weights(model: PreTrainedModel) -> int:
+    """Parameters of a model, those of a quantised matrix counted as the matrix has them in full precision."""
+    count, seen = 0, set()
+    for module in model.modules():
+        matrix = module if isinstance(module, (QuantizedLinear, QuantizedEmbedding)) else None
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in seen and (matrix is None or name != "weight_scale"):
+                count += matrix.out_features * matrix.in_features if matrix and name == "weight" else parameter.numel()
+            seen.add(id(parameter))
+    return count
+
+
 def keep_layout(model: PreTrainedModel) -> None:
     """Make `save_pretrained` write the layers as they are, and not in the stock layout."""
     model._weight_conversions = []

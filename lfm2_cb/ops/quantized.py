@@ -7,6 +7,7 @@ numbers that bfloat16 holds exactly, so no cast between fp32 and bf16 changes wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,6 +25,8 @@ OUTPUT_CHUNK = 512
 #: how much narrower than the group's largest value the 4-bit grid may be (the best by squared error is taken)
 INT4_SHRINKAGE = (1.0, 0.95, 0.9, 0.85, 0.8)
 
+#: rows from which AMX in bf16, dequantising included, is quicker than the kernels (estimated, not measured)
+AMX_ROWS = 32
 _NATIVE_CHUNK = 1024  # inputs that the native kernels round together: CHUNK in csrc/quantized.cpp
 _TINY = 1e-30  # keeps the scale of an all-zero row from being 0
 
@@ -161,12 +164,22 @@ def linear_kernels(kernels: NativeKernels | None) -> Iterator[None]:
 def quantized_linear(
     x: torch.Tensor, values: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """By the native kernels, as `linear_kernels` says or where they can be had; else, and for gradients, by torch."""
+    """By the native kernels, as `linear_kernels` says or where they can be had; else, and for gradients, by torch.
+
+    Also by torch: many bf16 rows on a processor with AMX, whose matrix units outrun what the kernels use.
+    """
     chosen = _kernels.get()
     kernels = resolve_kernels("auto", x.device, x.dtype) if chosen is None else chosen[0]
-    if kernels is None or x.numel() == 0 or (torch.is_grad_enabled() and x.requires_grad):
+    rows = x.numel() // x.shape[-1]
+    for_matrix_units = x.dtype == torch.bfloat16 and rows >= AMX_ROWS and _has_amx()
+    if kernels is None or for_matrix_units or rows == 0 or (torch.is_grad_enabled() and x.requires_grad):
         return reference_linear(x, values, scale, bias)
     return native_linear(x, values, scale, bias, kernels=kernels)
+
+
+@functools.cache
+def _has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported()
 
 
 class _Quantized(nn.Module):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Lfm2ForCausalLM
 
 import lfm2_cb
 from lfm2_cb import ContinuousBatchingGenerator, Lfm2CbForCausalLM
+from lfm2_cb.cli import main
 from lfm2_cb.loading import as_lfm2_cb, load_model
 from lfm2_cb.model.quantization import Lfm2CbQuantizationConfig, quantize
 from lfm2_cb.ops.quantized import QuantizedEmbedding, QuantizedLinear
@@ -167,6 +168,14 @@ def test_saved_and_reloaded_it_is_the_same(tmp_path, weights, loaded, dtype):
         assert type(again) is Lfm2CbForCausalLM
         assert_same(parameters(again), parameters(model))
         assert torch.equal(logits(again), logits(model))
+
+
+def test_the_command_takes_them(capsys):
+    size = ["--cache-memory", "16MiB", "--dtype", "float32"]
+    assert main(["info", lfm2_cb.demo_model_path(), "--weights", "int4", *size]) == 0
+    assert "2.9 M parameters" in (out := capsys.readouterr().out) and "int4" in out
+    assert main(["info", lfm2_cb.demo_model_path(), *size]) == 0
+    assert "2.9 M parameters" in (out := capsys.readouterr().out) and "full precision" in out
 
 
 def test_another_dtype_says_the_same_to_its_rounding(tmp_path):
