@@ -1,6 +1,11 @@
-"""Matrix products of few rows, which is what decoding is made of."""
+"""Matrix products of a packed batch, from the weights as they lie in the module: nothing is packed or kept twice.
+
+So there is one copy of the weights, an optimiser's step is seen at once, and the module is a plain `nn.Linear`.
+"""
 
 from __future__ import annotations
+
+import functools
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +13,9 @@ from torch import nn
 
 from .native import NativeKernels, load
 
-#: rows of a packed batch that the native kernel takes, by the weights' dtype: it reads each weight once from memory,
-#: where `F.linear` falls to a fraction of the bandwidth (measured in fp32 on AVX2: 2 to 3 × at 1 to 16 rows)
-NATIVE_ROWS = {torch.float32: range(1, 33), torch.bfloat16: range(1, 17)}
+#: rows up to which a product waits for the weights, read once at the memory's speed by `few_rows_linear` (`F.linear`
+#: falls to a fraction of the bandwidth there); beyond, it waits for the arithmetic, which is `many_rows_linear`'s
+FEW_ROWS = {torch.float32: 12, torch.bfloat16: 12}
 #: rows for which `weight @ x.T` beats `x @ weight.T` in fp32 on CPU (measured: 2.5 × at 5 rows, 1.5 × at 64, 1.1 × at
 #: 256, slower beyond; equal at 1)
 TRANSPOSED_ROWS = range(2, 257)
@@ -30,6 +35,22 @@ def few_rows_linear(
     return out.to(x.dtype)
 
 
+def many_rows_linear(
+    native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`F.linear` at the processor's fp32 rate in either dtype: sums in fp32, rounded once. As `few_rows_linear`."""
+    out = x.new_empty(len(x), len(weight))
+    name = "many_rows_linear_f32" if weight.dtype == torch.float32 else "many_rows_linear_bf16"
+    native.call(name, x.to(torch.float32).contiguous(), weight, bias, out, *x.shape, len(weight))
+    return out
+
+
+@functools.cache
+def has_bf16_units() -> bool:
+    """Whether the processor multiplies bf16 by itself, in which case torch does so for many rows."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def transposed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`F.linear` as `(weight @ x.T).T`: the library then splits the work over the many outputs, not the few rows.
 
@@ -40,11 +61,11 @@ def transposed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 class PackedLinear(nn.Linear):
-    """`nn.Linear` that takes the quicker product for a packed batch `[tokens, in]` of few rows on CPU.
+    """`nn.Linear` that takes the quickest product for a packed batch `[tokens, in]` on CPU.
 
     Attributes:
-        native: whether few rows go to the native kernel; the engine that runs the model says so.
-        transposed: False, on an instance or the class, goes back to `F.linear` where the native kernel is not used.
+        native: whether the native kernels run it; the engine that runs the model says so.
+        transposed: False, on an instance or the class, goes back to `F.linear` where the native kernels are not used.
     """
 
     native = False
@@ -54,8 +75,11 @@ class PackedLinear(nn.Linear):
         weight, bias = self.weight, self.bias
         if input.ndim != 2 or input.device.type != "cpu" or torch.is_grad_enabled() or input.dtype != weight.dtype:
             return F.linear(input, weight, bias)
-        if self.native and len(input) in NATIVE_ROWS.get(weight.dtype, ()) and weight.is_contiguous():
-            return few_rows_linear(load(), input, weight, bias)
+        if self.native and len(input) and weight.dtype in FEW_ROWS and weight.is_contiguous():
+            if len(input) <= FEW_ROWS[weight.dtype]:
+                return few_rows_linear(load(), input, weight, bias)
+            if weight.dtype == torch.float32 or not has_bf16_units():
+                return many_rows_linear(load(), input, weight, bias)
         if self.transposed and len(input) in TRANSPOSED_ROWS and input.dtype == torch.float32:
             return transposed_linear(input, weight, bias)
         return F.linear(input, weight, bias)

@@ -12,7 +12,7 @@ from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.ops import native
 from lfm2_cb.ops.attention import paged_attention
 from lfm2_cb.ops.cascade import SharedPrefix, cascade_attention
-from lfm2_cb.ops.linear import TRANSPOSED_ROWS, PackedLinear, few_rows_linear, transposed_linear
+from lfm2_cb.ops.linear import TRANSPOSED_ROWS, PackedLinear, few_rows_linear, many_rows_linear, transposed_linear
 from lfm2_cb.ops.short_conv import ragged_short_conv
 
 
@@ -119,7 +119,8 @@ def test_training_keeps_the_plain_product():
 
 @pytest.mark.parametrize("isa", native.ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_few_rows_by_the_native_kernel(isa, dtype):
+@pytest.mark.parametrize("product", [few_rows_linear, many_rows_linear])
+def test_products_by_the_native_kernels(isa, dtype, product):
     try:
         kernels = native.load().using(isa)
     except native.NativeUnavailable as reason:
@@ -127,14 +128,42 @@ def test_few_rows_by_the_native_kernel(isa, dtype):
     rng = random.Random(0)
     torch.manual_seed(0)
     for _ in range(60):
-        rows, inner, out = rng.randint(1, 33), rng.choice([1, 7, 16, 33, 200, 1024]), rng.choice([1, 2, 3, 4, 17, 130])
+        rows, inner, out = (
+            rng.randint(1, 33),
+            rng.choice([1, 7, 16, 33, 200, 1024, 2101]),
+            rng.choice([1, 2, 4, 17, 63, 130]),
+        )
         x, weight = torch.randn(rows, inner, dtype=dtype), torch.randn(out, inner, dtype=dtype)
         bias = torch.randn(out, dtype=dtype) if rng.random() < 0.5 else None
         exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
-        got = few_rows_linear(kernels, x, weight, bias)
+        got = product(kernels, x, weight, bias)
         assert got.dtype == dtype and got.shape == (rows, out)
         rounding = 0 if dtype == torch.float32 else 2**-8
         torch.testing.assert_close(got.double(), exact, rtol=rounding, atol=1e-5 * inner**0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_many_does_not_depend_on_the_others(dtype):
+    kernels, threads = native.load(), torch.get_num_threads()
+    x, weight = torch.randn(300, 1100, dtype=dtype), torch.randn(70, 1100, dtype=dtype)
+    whole = many_rows_linear(kernels, x, weight)
+    try:
+        for n, begin, rows in [(1, 0, 300), (2, 3, 40), (3, 299, 1), (7, 100, 197)]:
+            torch.set_num_threads(n)
+            assert torch.equal(many_rows_linear(kernels, x[begin : begin + rows], weight), whole[begin : begin + rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_native_layer_sees_new_weights_at_once():
+    layer = PackedLinear(40, 30)
+    layer.native = True
+    x = torch.randn(20, 40)
+    with torch.no_grad():
+        for _ in range(2):
+            layer.weight.normal_()
+            torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+        assert layer(x[:0]).shape == (0, 30)
 
 
 def test_a_model_that_has_run_natively_can_be_copied_and_trained(demo_stock):

@@ -68,7 +68,7 @@ inline vec rounded(vec v) {
     return sizeof(T) == sizeof(float) ? v : (vec)(nearest_bf16(v) << 16);
 }
 
-inline vec fill(float x) { return vec{} + x; }
+inline vec fill(float x) { return x - vec{}; }  // not 0 + x, which is work: it makes 0 of -0
 
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {
@@ -122,6 +122,23 @@ inline vec sum_each(vec* v) {
     } else {
         return v[0];
     }
+}
+
+// v, W vectors of W lanes, transposed in place: squares on either side of the diagonal are exchanged, wider and wider.
+template <int bit, int... l>
+inline void exchange(vec* v, std::integer_sequence<int, l...>) {
+    for (int i = 0; i < W; i++)
+        if (!(i & bit)) {
+            vec a = v[i], b = v[i | bit];
+            v[i] = shuffle<(l & bit ? W + (l ^ bit) : l)...>(a, b);
+            v[i | bit] = shuffle<(l & bit ? W + l : l ^ bit)...>(a, b);
+        }
+}
+
+template <int bit = 1>
+inline void transpose(vec* v) {
+    exchange<bit>(v, std::make_integer_sequence<int, W>());
+    if constexpr (2 * bit < W) transpose<2 * bit>(v);
 }
 
 inline float largest(vec v) {
