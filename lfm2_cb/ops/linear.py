@@ -26,13 +26,13 @@ def few_rows_linear(
 ) -> torch.Tensor:
     """`F.linear` with the weights read once, from where they are; sums in fp32.
 
-    Args: x `[rows, in]`; weight `[out, in]`, fp32 or bf16, contiguous; bias `[out]`, of the same dtype.
-    Returns: `[rows, out]` in x's dtype.
+    Args: x `[rows, in]`; weight `[out, in]`, contiguous; bias `[out]`; all fp32 or all bf16.
+    Returns: `[rows, out]` in the same dtype.
     """
-    rows, out = x.to(torch.float32).contiguous(), x.new_empty(len(x), len(weight), dtype=torch.float32)
+    out = x.new_empty(len(x), len(weight))
     name = "few_rows_linear_f32" if weight.dtype == torch.float32 else "few_rows_linear_bf16"
-    native.call(name, rows, weight, bias, out, *rows.shape, len(weight))
-    return out.to(x.dtype)
+    native.call(name, x.contiguous(), weight, bias, out, *x.shape, len(weight))
+    return out
 
 
 def many_rows_linear(

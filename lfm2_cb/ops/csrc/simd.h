@@ -90,12 +90,6 @@ inline vec select(ivec condition, vec yes, vec no) {
 
 inline vec maximum(vec a, vec b) { return select((ivec)(a > b), a, b); }
 
-inline float sum(vec v) {
-    float s = 0;
-    for (int i = 0; i < W; i++) s += v[i];
-    return s;
-}
-
 // Lane l: lane lanes[l] of a, and from W on of b.
 template <int... lanes>
 inline vec shuffle(vec a, vec b) {
@@ -105,6 +99,15 @@ inline vec shuffle(vec a, vec b) {
     return __builtin_shuffle(a, b, (ivec){lanes...});
 #endif
 }
+
+template <int bit, int... l>
+inline float sum(vec v, std::integer_sequence<int, l...> lanes) {
+    v += shuffle<(l ^ bit)...>(v, v);
+    if constexpr (bit > 1) return sum<bit / 2>(v, lanes);
+    return v[0];
+}
+
+inline float sum(vec v) { return sum<W / 2>(v, std::make_integer_sequence<int, W>()); }
 
 // Lanes whose number has the bit: of b, the others of a; to each is added its neighbour (the bit flipped) in the same.
 template <int bit, int... l>
