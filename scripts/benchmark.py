@@ -1,269 +1,259 @@
-"""Our engine beside stock `generate()` on fixed workloads, strictly alternating in one process; prints ratios.
+"""Our engine beside stock `generate()` (and others) on fixed workloads, strictly alternating; prints Markdown.
 
-    python scripts/benchmark.py --model random-350m --workloads five ragged64 --repeats 3 --json out.json
+    python scripts/benchmark.py --workloads five ragged64 --repeats 3 --json out.json
+    python scripts/benchmark.py --workloads five --uncached --memory five --startup
+    python scripts/benchmark.py --workloads --sweep 1 4 16 64 256 --load 0.5 1 2 --plots plots
+    python scripts/benchmark.py --peer vllm=/path/to/its/python --checkpoint /path/for/the/model
+    python scripts/benchmark.py --read a.json b.json --markdown table.md --plots plots
 
 Greedy, end-of-sequence ignored, exact output lengths. Stock runs left-padded static batches of `--stock-batch` sizes,
-the best of which is compared with. Times on shared machines wander: trust the ratios, which are medians over repeats.
+the best of which is compared with. Times on shared machines wander: trust the ratios, which are medians over rounds,
+each of which has every engine in turn, and measures the machine anew. The JSON file is whole after every reading.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import contextlib
+import copy
 import json
-import math
-import random
-import resource
 import statistics
-import time
-from dataclasses import asdict, dataclass
+import sys
+import tempfile
+from dataclasses import asdict
 
 import torch
+from bench import fresh, load, machine, plots
+from bench.peers import Peer
+from bench.readings import log_steps, run_ours, run_stock, sampling_overhead
+from bench.report import Report, markdown
+from bench.rounds import Bench
+from bench.workloads import (
+    STOCK_BATCHES,
+    Workload,
+    cut,
+    equal_requests,
+    load_model,
+    make_workloads,
+    save_checkpoint,
+)
 from simulate import CostModel
-from transformers import Lfm2Config, Lfm2ForCausalLM
 
-from lfm2_cb import ContinuousBatchingGenerator, default_dtype, demo_model_path
-from lfm2_cb.engine.engine import Engine
+from lfm2_cb import ContinuousBatchingGenerator, default_dtype
+from lfm2_cb.loading import parse_bytes
 
-Workload = list[tuple[list[int], int]]  # (prompt token ids, output tokens)
-#: stock's batch sizes tried for each workload
-STOCK_BATCHES = {"single": [1], "five": [5], "ragged64": [16], "ragged256": [16], "prefix64": [16], "long8": [8]}
+__all__ = ["STOCK_BATCHES", "Workload", "load_model", "make_workloads", "run_ours", "run_stock"]  # for its neighbours
 
 
-def make_workloads(vocab_size: int, longest: int) -> dict[str, Workload]:
-    """The six workloads, from one seed. Lengths are cut to `longest` tokens in all."""
-    rng = random.Random(20261121)
-
-    def tokens(n: int) -> list[int]:
-        return [rng.randrange(10, min(65000, vocab_size)) for _ in range(min(n, longest // 2))]
-
-    def lognormal(median: float, sigma: float, low: int, high: int) -> int:
-        return max(low, min(high, round(math.exp(rng.gauss(math.log(median), sigma)))))
-
-    def ragged(n: int) -> Workload:
-        return [(tokens(lognormal(96, 0.9, 16, 768)), lognormal(64, 0.8, 8, 256)) for _ in range(n)]
-
-    workloads = {
-        "single": [(tokens(128), 128)],
-        "five": [(tokens(n), 100) for n in (12, 18, 25, 33, 47)],
-        "ragged64": ragged(64),
-        "ragged256": ragged(256),
-    }
-    prefix = tokens(512)
-    workloads["prefix64"] = [(prefix + tokens(rng.randrange(16, 65)), 32) for _ in range(64)]
-    workloads["long8"] = [(tokens(2048), 64) for _ in range(8)]
-    return workloads
-
-
-def load_model(name: str, dtype: torch.dtype) -> Lfm2ForCausalLM:
-    """A checkpoint's path, "tiny" (the one that ships), or "random-350m" (LFM2-350M's shape: speed is the same)."""
-    if name == "tiny":
-        name = demo_model_path()
-    if name != "random-350m":
-        return Lfm2ForCausalLM.from_pretrained(name, dtype=dtype).eval()
-    attention = {2, 5, 8, 10, 12, 14}
-    config = Lfm2Config(
-        vocab_size=65536,
-        hidden_size=1024,
-        intermediate_size=6656,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        layer_types=["full_attention" if i in attention else "conv" for i in range(16)],
-        eos_token_id=7,
-    )
-    torch.manual_seed(0)
-    return Lfm2ForCausalLM(config).to(dtype).eval()
-
-
-@dataclass
-class Reading:
-    """One run of one engine on one workload."""
-
-    seconds: float
-    output_tokens_per_s: float
-    total_tokens_per_s: float
-    ttft_p50: float | None = None
-    itl_p50: float | None = None
-    itl_p99: float | None = None
-
-
-def reading(workload: Workload, seconds: float, **latencies: float) -> Reading:
-    out = sum(n for _, n in workload)
-    total = out + sum(len(prompt) for prompt, _ in workload)
-    return Reading(seconds, out / seconds, total / seconds, **latencies)
-
-
-def log_steps(engine: Engine) -> list[tuple[int, int, int, float]]:
-    """From now on, note every step: (tokens, rows, K/V tokens read, seconds)."""
-    log: list[tuple[int, int, int, float]] = []
-    shapes: list[tuple[int, int, int]] = []
-    run, step = engine.runner.run, engine.step
-
-    def noted_run(rows):
-        shapes.append((sum(r.num_tokens for r in rows), len(rows), sum(r.start + r.num_tokens for r in rows)))
-        return run(rows)
-
-    def noted_step():
-        shapes.clear()
-        start = time.perf_counter()
-        outputs = step()
-        if shapes:
-            log.append((*shapes[0], time.perf_counter() - start))
-        return outputs
-
-    engine.runner.run, engine.step = noted_run, noted_step  # type: ignore[method-assign]
-    return log
-
-
-def run_ours(generator: ContinuousBatchingGenerator, workload: Workload) -> Reading:
-    """One call with the whole workload; the prefix cache starts empty."""
-    generator.engine.scheduler.cache.clear()
-    prompts, lengths = [p for p, _ in workload], [n for _, n in workload]
-    times: dict[int, list[float]] = {i: [] for i in range(len(workload))}
-    start = time.perf_counter()
-    for event in generator.stream(prompts, max_new_tokens=lengths, do_sample=False, eos_token_id=None):
-        times[event.index] += [time.perf_counter()] * len(event.token_ids)
-    seconds = time.perf_counter() - start
-    assert [len(t) for t in times.values()] == lengths
-    gaps = sorted(b - a for t in times.values() for a, b in itertools.pairwise(t)) or [0.0]
-    return reading(
-        workload,
-        seconds,
-        ttft_p50=statistics.median(t[0] - start for t in times.values()),
-        itl_p50=gaps[len(gaps) // 2],
-        itl_p99=gaps[int(len(gaps) * 0.99)],
-    )
-
-
-@torch.inference_mode()
-def run_stock(model: Lfm2ForCausalLM, workload: Workload, batch_size: int) -> Reading:
-    """Left-padded static batches, each as long as its longest answer."""
-    start = time.perf_counter()
-    for i in range(0, len(workload), batch_size):
-        chunk = workload[i : i + batch_size]
-        width, new = max(len(p) for p, _ in chunk), max(n for _, n in chunk)
-        ids = torch.zeros(len(chunk), width, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, (prompt, _) in enumerate(chunk):
-            ids[row, width - len(prompt) :] = torch.tensor(prompt)
-            mask[row, width - len(prompt) :] = 1
-        model.generate(
-            ids, attention_mask=mask, max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-    return reading(workload, time.perf_counter() - start)
-
-
-def machine(dtype: torch.dtype) -> dict[str, float]:
-    """Read bandwidth (GB/s) and matrix rate (TFLOP/s) of this machine, best of several."""
-    data, (a, b) = torch.ones(2**26), torch.randn(2, 2048, 2048).to(dtype)
-
-    def best(f, n: int) -> float:
-        times = []
-        for _ in range(n):
-            start = time.perf_counter()
-            f()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
-    return {
-        "read_gb_per_s": data.nbytes / best(data.sum, 8) / 1e9,
-        "matrix_tflop_per_s": 2 * 2048**3 / best(lambda: a @ b, 4) / 1e12,
-    }
-
-
-def sampling_overhead(generator: ContinuousBatchingGenerator, repeats: int) -> float:
-    """What choosing tokens with a repetition penalty and top-p adds to a step of 64 rows, as a share of it.
-
-    Greedy and sampling alternate; a step's time is the median gap between two tokens.
-    """
-    rng = random.Random(0)
-    prompts = [[rng.randrange(10, 4000) for _ in range(rng.randrange(16, 48))] for _ in range(64)]
-    options = {"do_sample": True, "repetition_penalty": 1.2, "top_p": 0.9, "seed": 0}
-
-    def step_seconds(**kwargs) -> float:
-        times: list[list[float]] = [[] for _ in prompts]
-        for event in generator.stream(prompts, max_new_tokens=10, eos_token_id=None, **kwargs):
-            times[event.index] += [time.perf_counter()] * len(event.token_ids)
-        return statistics.median(b - a for t in times for a, b in itertools.pairwise(t))
-
-    ratios = [step_seconds(**options) / step_seconds(do_sample=False) for _ in range(repeats + 1)][1:]
-    return statistics.median(ratios) - 1
-
-
-def main() -> None:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="random-350m", help='checkpoint path, "tiny" or "random-350m"')
-    parser.add_argument("--workloads", nargs="*", default=list(STOCK_BATCHES), choices=list(STOCK_BATCHES))
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: what this hardware multiplies best")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--stock-batch", type=int, nargs="+", help="batch sizes for stock to try")
-    parser.add_argument("--no-stock", action="store_true")
-    parser.add_argument("--no-prefix-caching", action="store_true")
-    parser.add_argument("--sampling-overhead", action="store_true", help="of repetition_penalty + top_p, 64 rows")
-    parser.add_argument("--policy", default="fcfs", help="of our engine")
-    parser.add_argument("--cost-model", help="fit simulate.py's cost model to this run's steps, and write it here")
-    parser.add_argument("--cache-memory", default="2GiB")
-    parser.add_argument("--max-batch-tokens", type=int, default=2048)
-    parser.add_argument("--json", help="file to write all readings to")
-    args = parser.parse_args()
+    add = parser.add_argument
+    add("--model", default="random-350m", help='checkpoint path, "tiny" or "random-350m"')
+    add("--dtype", choices=["float32", "bfloat16"], help="default: what this hardware multiplies best")
+    add("--workloads", nargs="*", default=list(STOCK_BATCHES), choices=list(STOCK_BATCHES))
+    add("--repeats", type=int, default=3, help="rounds")
+    add("--limit", type=int, nargs=2, metavar=("REQUESTS", "TOKENS"), help="cut workloads to these, to try out")
+    add("--json", help="file for all readings")
+    add("--markdown", help="file for the tables, which are printed too")
+    add("--plots", metavar="DIR", help="PNG files of --sweep and --load")
+    add("--read", nargs="+", metavar="JSON", help="measure nothing; show what earlier runs wrote, together")
 
-    dtype = getattr(torch, args.dtype) if args.dtype else default_dtype()
-    model = load_model(args.model, dtype)
-    workloads = make_workloads(model.config.vocab_size, model.config.max_position_embeddings)
-    generator = ContinuousBatchingGenerator(
-        model,
-        cache_memory=args.cache_memory,
-        max_batch_tokens=args.max_batch_tokens,
-        prefix_caching=not args.no_prefix_caching,
-        policy=args.policy,
-    )
-    facts = machine(dtype) | {"threads": torch.get_num_threads(), "dtype": str(dtype)}
-    print(f"{args.model}, {dtype}, {facts['threads']} threads, {facts['read_gb_per_s']:.1f} GB/s read, ", end="")
-    print(f"{facts['matrix_tflop_per_s']:.2f} TFLOP/s")
-    print("| workload | ours tok/s | stock tok/s (batch) | ratio | total tok/s | TTFT p50 s | ITL p50 / p99 ms |")
-    print("|---|---|---|---|---|---|---|")
-    report: dict = {"machine": facts, "workloads": {}}
-    run_ours(generator, workloads["five"][:2])  # warm-up
-    steps = log_steps(generator.engine) if args.cost_model else []
-    for name in args.workloads:
-        ours, stock = [], []
-        for _ in range(args.repeats):
-            ours.append(run_ours(generator, workloads[name]))
-            if not args.no_stock:
-                sizes = args.stock_batch or STOCK_BATCHES[name]
-                stock.append(max(((run_stock(model, workloads[name], n), n) for n in sizes), key=_rate))
-        rate = statistics.median(r.output_tokens_per_s for r in ours)
-        row = sorted(ours, key=lambda r: r.seconds)[len(ours) // 2]
-        beside = ratio = "–"
-        if stock:
-            ratios = [a.output_tokens_per_s / b.output_tokens_per_s for a, (b, _) in zip(ours, stock, strict=True)]
-            ratio = f"{statistics.median(ratios):.2f}"
-            beside = f"{statistics.median(r.output_tokens_per_s for r, _ in stock):.1f} ({stock[0][1]})"
-        print(
-            f"| {name} | {rate:.1f} | {beside} | {ratio} | {row.total_tokens_per_s:.0f} | {row.ttft_p50:.2f} | "
-            f"{1e3 * row.itl_p50:.0f} / {1e3 * row.itl_p99:.0f} |",
-            flush=True,
+    stock = parser.add_argument_group("stock generate()")
+    stock.add_argument("--no-stock", action="store_true")
+    stock.add_argument("--stock-batch", type=int, nargs="+", help="batch sizes for stock to try")
+    stock.add_argument("--stock-repeats", type=int, help="the first rounds only, where stock is slow")
+    stock.add_argument("--uncached", type=int, nargs="?", const=1, default=0, metavar="ROUNDS",
+                       help="five also one by one with use_cache=False, in its first ROUNDS (1)")  # fmt: skip
+
+    ours = parser.add_argument_group("our engine")
+    ours.add_argument("--policy", default="fcfs")
+    ours.add_argument("--no-prefix-caching", action="store_true")
+    ours.add_argument("--cache-memory", default="2GiB")
+    ours.add_argument("--max-batch-tokens", type=int, default=2048)
+
+    others = parser.add_argument_group("other engines")
+    others.add_argument("--peer", nargs="+", default=[], metavar="NAME=PYTHON", help="vllm, openvino; and its Python")
+    others.add_argument("--peer-model", nargs="+", default=[], metavar="NAME=DIR", help="default: the checkpoint")
+    others.add_argument("--checkpoint", help="folder for the model that other processes load; default: temporary")
+
+    modes = parser.add_argument_group("beside the workloads")
+    modes.add_argument("--memory", nargs="+", default=[], choices=list(STOCK_BATCHES), metavar="WORKLOAD",
+                       help="peak RSS of each engine on these, in fresh processes")  # fmt: skip
+    modes.add_argument("--startup", action="store_true", help="seconds to the first token, in fresh processes")
+    modes.add_argument("--no-build", action="store_true", help="--startup without building the kernels anew")
+    modes.add_argument("--sweep", type=int, nargs="+", default=[], metavar="SIZE", help="throughput by batch size")
+    modes.add_argument("--sweep-stock-to", type=int, default=256, help="largest batch for stock")
+    modes.add_argument("--load", type=float, nargs="+", default=[], metavar="RATE", help="Poisson arrivals a second")
+    modes.add_argument("--load-requests", type=int, default=64)
+    modes.add_argument("--load-long", action="store_true", help="every eighth prompt has 2,048 tokens")
+    modes.add_argument("--load-chunks", type=int, nargs="+", help="values of max_batch_tokens for --load to compare")
+    modes.add_argument("--sampling-overhead", action="store_true", help="of repetition_penalty + top_p, 64 rows")
+    modes.add_argument("--cost-model", help="fit simulate.py's cost model to this run's steps, and write it here")
+    args = parser.parse_args(argv)
+    args.peer, args.peer_model = (_pairs(parser, value) for value in (args.peer, args.peer_model))
+    args.stock_repeats = args.repeats if args.stock_repeats is None else args.stock_repeats
+    args.dtype = args.dtype or str(default_dtype()).removeprefix("torch.")
+    return args
+
+
+def _pairs(parser: argparse.ArgumentParser, values: list[str]) -> dict[str, str]:
+    if wrong := [value for value in values if "=" not in value]:
+        parser.error(f"{wrong[0]!r} is not NAME=PATH")
+    return dict(value.split("=", 1) for value in values)
+
+
+class Run:
+    """One call of this script: what its parts share."""
+
+    def __init__(self, args: argparse.Namespace, report: Report, stack: contextlib.ExitStack) -> None:
+        self.args, self.report, self.stack = args, report, stack
+        model = load_model(args.model, getattr(torch, args.dtype))
+        self.vocab_size = model.config.vocab_size
+        workloads = make_workloads(self.vocab_size, model.config.max_position_embeddings)
+        self.workloads = {name: self.limited(workload) for name, workload in workloads.items()}
+        self.work = machine.ModelWork.of(model)
+        # Ours adopts the instance it is given, so stock has one of its own.
+        self.stock = None if args.no_stock else copy.deepcopy(model)
+        self.model = model
+        self.generator = self.make_generator(args.max_batch_tokens)
+
+    def limited(self, workload: Workload) -> Workload:
+        return cut(workload, *self.args.limit) if self.args.limit else workload
+
+    def make_generator(self, max_batch_tokens: int) -> ContinuousBatchingGenerator:
+        args = self.args
+        generator = ContinuousBatchingGenerator(
+            self.model,
+            cache_memory=args.cache_memory,
+            max_batch_tokens=max_batch_tokens,
+            prefix_caching=not args.no_prefix_caching,
+            policy=args.policy,
         )
-        report["workloads"][name] = {"ours": [asdict(r) for r in ours], "stock": [asdict(r) for r, _ in stock]}
-    if args.sampling_overhead:
-        report["sampling_overhead"] = sampling_overhead(generator, args.repeats)
-        print(f"repetition_penalty + top_p add {report['sampling_overhead']:.1%} to a step of 64 rows")
-    report["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"peak RSS {report['peak_rss_mb']:.0f} MB (both engines, one copy of the weights)")
-    if args.cost_model:
-        model = CostModel.fit(steps)
-        error = statistics.median(abs(model.seconds_of(*shape) / seconds - 1) for *shape, seconds in steps)
-        print(f"{model}: median error {error:.0%} over {len(steps)} steps")
-        with open(args.cost_model, "w", encoding="utf-8") as file:
-            json.dump(asdict(model), file, indent=1)
-    if args.json:
-        with open(args.json, "w", encoding="utf-8") as file:
-            json.dump(report, file, indent=1)
+        return self.stack.enter_context(generator)
+
+    def checkpoint(self) -> str:
+        """The model in a folder, made when first asked for."""
+        if not self.args.checkpoint:
+            self.args.checkpoint = self.stack.enter_context(tempfile.TemporaryDirectory(prefix="lfm2-cb-model-"))
+        return save_checkpoint(self.args.model, getattr(torch, self.args.dtype), self.args.checkpoint)
+
+    def start_peers(self) -> list[Peer]:
+        args, peers = self.args, []
+        for name, python in args.peer.items():
+            options = {
+                "model": args.peer_model.get(name) or self.checkpoint(),
+                "threads": torch.get_num_threads(),
+                "max_batch_tokens": args.max_batch_tokens,
+                "max_sequences": 256,
+                "cache_memory": parse_bytes(args.cache_memory),
+                "dtype": args.dtype,
+                "prefix_caching": not args.no_prefix_caching,
+            }
+            peer = Peer(name, python, options)
+            self.stack.callback(peer.close)
+            peers.append(peer)
+            self.report.section("peers")[name] = peer.facts
+        return peers
+
+    def alternate(self) -> None:
+        """The workloads and the sweep, all engines in turn."""
+        args = self.args
+        sizes = {name: args.stock_batch or STOCK_BATCHES[name] for name in STOCK_BATCHES}
+        peers = self.start_peers() if args.workloads else []
+        bench = Bench(
+            self.report, self.generator, self.work, self.stock, args.repeats, args.stock_repeats, args.uncached, sizes,
+            peers,
+        )  # fmt: skip
+        warm_up = cut(self.workloads["five"], 2, 8)
+        run_ours(self.generator, warm_up)
+        for peer in peers:
+            peer.run(warm_up)
+        for name in args.workloads:
+            bench.run(name, {n: self.workloads[n] for n in args.workloads})
+            print(f"{name}: {json.dumps(self.report.data['workloads'][name]['summary'])}", file=sys.stderr, flush=True)
+        for peer in peers:
+            self.report.section("memory").setdefault(peer.name, {})["all"] = {"peak_rss_mb": peer.peak_rss_mb()}
+        for size in args.sweep:
+            workload = equal_requests(size, self.vocab_size)
+            bench.sweep(cut(workload, size, args.limit[1]) if args.limit else workload, size <= args.sweep_stock_to)
+
+    def load(self) -> None:
+        args = self.args
+        workload = self.workloads["ragged256"][: args.load_requests]
+        long = min(load.LONG_PROMPT, self.model.config.max_position_embeddings // 2)
+        if args.limit:
+            long = min(long, 4 * args.limit[1])
+        if args.load_long:
+            workload = load.with_long_prompts(workload, self.vocab_size, long)
+        readings = self.report.data.setdefault("load", [])
+        for chunk in args.load_chunks or [args.max_batch_tokens]:
+            with contextlib.ExitStack() as stack:
+                generator = self.generator
+                if chunk != args.max_batch_tokens:
+                    generator = stack.enter_context(self.make_generator(chunk))
+                run_ours(generator, cut(workload, 2, 8))
+                for rate in args.load:
+                    long_from = long if args.load_long else load.LONG_PROMPT
+                    readings.append(asdict(load.run_load(generator, workload, rate, long_from)))
+                    self.report.save()
+
+    def fresh_processes(self) -> None:
+        args, cache = self.args, parse_bytes(self.args.cache_memory)
+        for name in args.memory:
+            for engine in ("ours", *(() if args.no_stock else ("stock",))):
+                batch = (args.stock_batch or STOCK_BATCHES[name])[0]
+                found = fresh.memory(self.checkpoint(), args.dtype, self.workloads[name], cache, engine, batch)
+                self.report.section("memory").setdefault(engine, {})[name] = found
+                self.report.save()
+        if args.startup:
+            found = fresh.startup(self.checkpoint(), args.dtype, cache, args.repeats, not args.no_build)
+            self.report.section("startup").update(found)
+            self.report.save()
 
 
-def _rate(pair: tuple[Reading, int]) -> float:
-    return pair[0].output_tokens_per_s
+def measure(args: argparse.Namespace) -> Report:
+    """Run all that is asked for."""
+    options = {name: value for name, value in vars(args).items() if name not in ("json", "markdown", "plots", "read")}
+    report = Report(args.json, {"machine": machine.facts() | {"measured": machine.measure()}, "options": options})
+    with contextlib.ExitStack() as stack:
+        run = Run(args, report, stack)
+        steps = log_steps(run.generator.engine) if args.cost_model else []
+        run.alternate()
+        if args.sampling_overhead:
+            report.data["sampling_overhead"] = sampling_overhead(run.generator, args.repeats)
+        if args.cost_model:
+            fit_cost_model(steps, args.cost_model)
+        if args.load:
+            run.load()
+        run.fresh_processes()
+    report.save()
+    return report
+
+
+def fit_cost_model(steps: list[tuple[int, int, int, float]], path: str) -> None:
+    cost = CostModel.fit(steps)
+    error = statistics.median(abs(cost.seconds_of(*shape) / seconds - 1) for *shape, seconds in steps)
+    print(f"{cost}: median error {error:.0%} over {len(steps)} steps", file=sys.stderr)
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(asdict(cost), file, indent=1)
+
+
+def main(argv: list[str] | None = None) -> Report:
+    args = parse(argv)
+    if args.plots:
+        plots.check()
+    report = Report.read(args.read) if args.read else measure(args)
+    text = markdown(report.data)
+    print(text)
+    if "sampling_overhead" in report.data:
+        print(f"\nrepetition_penalty + top_p add {report.data['sampling_overhead']:.1%} to a step of 64 rows")
+    if args.markdown:
+        with open(args.markdown, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+    if args.plots:
+        for path in plots.write(report.data, args.plots):
+            print(path)
+    return report
 
 
 if __name__ == "__main__":
