@@ -34,7 +34,9 @@ class Report:
             for section, value in found.items():
                 known = data.get(section)
                 data[section] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
-        return cls(data=data)
+        report = cls(data=data)
+        report.save()  # to no file; a workload may be compared with one of another run
+        return report
 
     def section(self, name: str) -> dict[str, Any]:
         return self.data.setdefault(name, {})
