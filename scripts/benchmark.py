@@ -169,8 +169,7 @@ class Run:
         for peer in peers:
             peer.run(warm_up)
         for name in args.workloads:
-            bench.run(name, {n: self.workloads[n] for n in args.workloads})
-            print(f"{name}: {json.dumps(self.report.data['workloads'][name]['summary'])}", file=sys.stderr, flush=True)
+            bench.run(name, self.workloads, args.workloads)
         for peer in peers:
             self.report.section("memory").setdefault(peer.name, {})["all"] = {"peak_rss_mb": peer.peak_rss_mb()}
         for size in args.sweep:

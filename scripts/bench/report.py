@@ -136,7 +136,7 @@ def _throughput(data: dict[str, Any]) -> str:
     for name, workload in data["workloads"].items():
         rates, ratios, reached = (workload["summary"][k] for k in ("output_tokens_per_s", "ratios", "reached"))
         batch = next((f" ({e['stock']['batch_size']})" for e in workload["rounds"] if "stock" in e), "")
-        if not batch and "stock" in rates:
+        if "stock" in rates and name in STOCK_RUNS:
             batch = f" (on {STOCK_RUNS[name]})"
         row = [name, _number(rates.get("ours")), _number(rates.get("stock")) + batch, _number(ratios.get("stock"), 2)]
         for peer in others:

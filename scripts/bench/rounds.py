@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -38,8 +39,11 @@ class Bench:
     stock_batches: dict[str, list[int]]
     peers: list[Peer] = field(default_factory=list)
 
-    def run(self, name: str, workloads: dict[str, Workload]) -> None:
-        """All rounds of one workload."""
+    def run(self, name: str, workloads: dict[str, Workload], names: list[str]) -> None:
+        """All rounds of one workload.
+
+        Args: workloads: all there are. names: those of this run.
+        """
         workload, rounds = workloads[name], []
         self.report.section("workloads")[name] = {
             "name": name,
@@ -47,42 +51,54 @@ class Bench:
             "output_lengths": [length for _, length in workload],
             "rounds": rounds,
         }
-        other = STOCK_RUNS.get(name, name)
-        stock_elsewhere = other != name and other in workloads
+        stock_name = STOCK_RUNS.get(name, name)
+        stock_here = stock_name == name or stock_name not in names
         for i in range(self.repeats):
             entry: dict[str, Any] = {"machine": machine.measure()}
             rounds.append(entry)
-            ours = self._note(entry, "ours", lambda: run_ours(self.generator, workload))
+            ours = self._note(entry, "ours", name, lambda: run_ours(self.generator, workload))
             entry["reached"] = machine.reached(name, self.work, workload, ours, entry["machine"])
-            if self.stock is not None and i < self.stock_repeats and not stock_elsewhere:
-                self._stock(entry, rounds, name, workload)
+            if self.stock is not None and i < self.stock_repeats and stock_here:
+                self._stock(entry, rounds, stock_name, workloads[stock_name])
             if self.stock is not None and name == "five" and i < self.uncached_repeats:
-                self._note(entry, "uncached", lambda: run_stock(self.stock, workload, 1, use_cache=False))
-            for peer in self.peers:
-                self._note(entry, peer.name, lambda peer=peer: peer.run(workload))
+                self._note(entry, "uncached", name, lambda: run_stock(self.stock, workload, 1, use_cache=False))
+            for peer in list(self.peers):
+                self._peer(entry, peer, name, workload)
 
     def sweep(self, workload: Workload, with_stock: bool) -> None:
         """Ours, and stock in one static batch, on as many equal requests."""
-        rounds: list[dict[str, Any]] = []
-        self.report.section("sweep")[str(len(workload))] = rounds
+        size, rounds = len(workload), []
+        name = f"{size} equal requests"
+        self.report.section("sweep")[str(size)] = rounds
         for i in range(self.repeats):
             entry: dict[str, Any] = {}
             rounds.append(entry)
-            self._note(entry, "ours", lambda: run_ours(self.generator, workload))
+            self._note(entry, "ours", name, lambda: run_ours(self.generator, workload))
             if self.stock is not None and with_stock and i < self.stock_repeats:
-                self._note(entry, "stock", lambda: run_stock(self.stock, workload, len(workload)))
+                self._note(entry, "stock", name, lambda: run_stock(self.stock, workload, size))
 
     def _stock(self, entry: dict[str, Any], rounds: list[dict[str, Any]], name: str, workload: Workload) -> None:
         """The best of the batch sizes; after the first round that is known."""
         if "stock" in rounds[0]:
-            self._note(entry, "stock", lambda: run_stock(self.stock, workload, rounds[0]["stock"]["batch_size"]))
+            size = rounds[0]["stock"]["batch_size"]
+            self._note(entry, "stock", name, lambda: run_stock(self.stock, workload, size))
             return
         tried = [run_stock(self.stock, workload, size) for size in self.stock_batches[name]]
         entry["tried"] = {str(found.batch_size): found.output_tokens_per_s for found in tried}
-        self._note(entry, "stock", lambda: max(tried, key=lambda found: found.output_tokens_per_s))
+        self._note(entry, "stock", name, lambda: max(tried, key=lambda found: found.output_tokens_per_s))
 
-    def _note(self, entry: dict[str, Any], engine: str, run: Callable[[], Reading]) -> Reading:
+    def _peer(self, entry: dict[str, Any], peer: Peer, name: str, workload: Workload) -> None:
+        """A peer that fails is left out from then on: it must not cost the others their readings."""
+        try:
+            self._note(entry, peer.name, name, lambda: peer.run(workload))
+        except RuntimeError as error:
+            self.peers.remove(peer)
+            self.report.section("peers")[peer.name]["failed"] = f"on {name}: {error}"
+            print(f"{peer.name} is left out from here on: {error}", file=sys.stderr, flush=True)
+
+    def _note(self, entry: dict[str, Any], engine: str, name: str, run: Callable[[], Reading]) -> Reading:
         found = run()
         entry[engine] = asdict(found)
         self.report.save()
+        print(f"{name}, {engine}: {found.output_tokens_per_s:.1f} tok/s", file=sys.stderr, flush=True)
         return found

@@ -24,7 +24,7 @@ SCRIPTS = Path(benchmark.__file__).parent
 TINY = ["--model", "tiny", "--dtype", "float32", "--cache-memory", "16MiB"]
 
 FAKE_PEER = """
-import common
+import common, os
 
 def start(options):
     assert options["max_sequences"] == 256 and options["threads"] > 0
@@ -34,6 +34,8 @@ def start(options):
         for index, (prompt, length) in enumerate(work):
             assert prompt
             gained(index, length - 1 if prompt[0] == 99 else length)
+        if os.environ.get("FAKE_FAILS_AFTER") == str(len(work)):
+            raise SystemExit(3)
 
     return run, {"version": "7"}
 
@@ -270,6 +272,23 @@ def test_without_matplotlib_the_extra_is_named_before_anything_runs(monkeypatch,
     monkeypatch.setattr(benchmark, "measure", lambda args: pytest.fail("measured first"))
     with pytest.raises(plots.PlotsUnavailable, match=r"lfm2-cb\[bench\]"):
         benchmark.main([*TINY, "--plots", str(tmp_path)])
+
+
+def test_a_peer_that_fails_costs_nobody_else_a_reading(monkeypatch, tmp_path, capsys, fake_peer):
+    monkeypatch.setenv("FAKE_FAILS_AFTER", "3")
+    out = tmp_path / "out.json"
+    arguments = f"--workloads single ragged256 --limit 3 4 --repeats 2 --peer {fake_peer} --json {out}"
+    benchmark.main([*TINY, *arguments.split(), "--checkpoint", lfm2_cb.demo_model_path()])
+    data = json.loads(out.read_text())
+    engines = {name: [list(e) for e in found["rounds"]] for name, found in data["workloads"].items()}
+    assert engines["single"] == [["machine", "ours", "reached", "tried", "stock", "fake"],
+                                 ["machine", "ours", "reached", "stock", "fake"]]  # fmt: skip
+    assert ["fake" in names for names in engines["ragged256"]] == [False, False]
+    assert "on ragged256: fake ended with status 3" in data["peers"]["fake"]["failed"]
+    assert "fake is left out from here on" in capsys.readouterr().err
+    # Without ragged64 in the run, stock does that workload in ragged256's rounds.
+    stock, works = data["workloads"]["ragged256"]["rounds"][1]["stock"], make_workloads(4096, 4096)
+    assert stock["num_output_tokens"] == sum(n for _, n in cut(works["ragged64"], 3, 4))
 
 
 def test_an_interrupted_run_keeps_its_readings(monkeypatch, tmp_path):
