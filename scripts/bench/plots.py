@@ -42,8 +42,9 @@ def _throughput(sweep: dict[str, list[dict[str, Any]]], path: Path) -> Path:
         points = sorted((size, rate) for size, rate in points if rate is not None)
         if points:
             axes.plot(*zip(*points, strict=True), marker="o", label=label)
-    axes.set(xlabel="requests in the batch", ylabel="output tokens/s", xscale="log", yscale="log")
+    axes.set(xlabel="requests in the batch", ylabel="output tokens/s", yscale="log")
     axes.set_xscale("log", base=2)
+    axes.set_xticks([int(size) for size in sweep], list(sweep))
     return _save(figure, axes, path)
 
 
@@ -58,8 +59,8 @@ def _latency(load: list[dict[str, Any]], path: Path) -> Path:
             label = f"{share}, max_batch_tokens={size}"
             left.plot(rates, [found[f"ttft_{share}"] for found in points], style, marker="o", label=label)
             right.plot(rates, [1e3 * found[f"itl_{share}"] for found in points], style, marker="o", label=label)
-    left.set(xlabel="arrivals/s", ylabel="time to first token, s")
-    right.set(xlabel="arrivals/s", ylabel="inter-token latency, ms")
+    left.set(xlabel="arrivals/s", ylabel="time to first token, s", ylim=(0, None))
+    right.set(xlabel="arrivals/s", ylabel="inter-token latency, ms", ylim=(0, None))
     right.legend()
     return _save(figure, left, path)
 
