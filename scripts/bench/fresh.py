@@ -42,8 +42,8 @@ def memory(model: str, dtype: str, workload: list, cache_memory: int, engine: st
     """Peak resident memory of one engine that loads a checkpoint and runs one workload.
 
     Args: engine: "ours" or "stock". batch_size: of stock.
-    Returns: in MB (10^6 bytes) "peak_rss_mb"; "imports_mb", of that there before the model; "weights_mb"; for ours
-    "limit_mb": weights × 1.25 + cache budget + 500 MB.
+    Returns: in MB (10^6 bytes) "peak_rss_mb"; "imports_mb" and "loaded_mb", the peak before the model and before its
+    first step; "weights_mb"; for ours "limit_mb": weights × 1.25 + cache budget + 500 MB.
     """
     job = {"kind": "memory", "model": model, "dtype": dtype, "workload": workload}
     found = measure(job | {"cache_memory": cache_memory, "engine": engine, "batch_size": batch_size})
@@ -84,12 +84,14 @@ def _memory(job: dict[str, Any]) -> dict[str, Any]:
         model = lfm2_cb.load_model(job["model"], dtype)
         weights = sum(parameter.nbytes for parameter in model.parameters())
         with lfm2_cb.ContinuousBatchingGenerator(model, cache_memory=job["cache_memory"]) as generator:
+            loaded = peak_rss_mb()
             run_ours(generator, workload)
     else:
         stock = transformers.Lfm2ForCausalLM.from_pretrained(job["model"], dtype=dtype).eval()
-        weights = sum(parameter.nbytes for parameter in stock.parameters())
+        weights, loaded = sum(parameter.nbytes for parameter in stock.parameters()), peak_rss_mb()
         run_stock(stock, workload, job["batch_size"])
-    return {"peak_rss_mb": peak_rss_mb(), "imports_mb": imports, "weights_mb": weights / 1e6}
+    peaks = {"peak_rss_mb": peak_rss_mb(), "imports_mb": imports, "loaded_mb": loaded}
+    return peaks | {"weights_mb": weights / 1e6}
 
 
 def _startup(job: dict[str, Any]) -> dict[str, Any]:

@@ -174,11 +174,12 @@ def _memory(data: dict[str, Any]) -> str:
     rows = []
     for engine, workloads in data["memory"].items():
         for name, found in workloads.items():
-            row = [engine, name] + [_number(found.get(key), 0) for key in ("peak_rss_mb", "weights_mb", "limit_mb")]
+            keys = ("imports_mb", "loaded_mb", "peak_rss_mb", "weights_mb", "limit_mb")
+            row = [engine, name] + [_number(found.get(key), 0) for key in keys]
             kept = "limit_mb" in found and found["peak_rss_mb"] <= found["limit_mb"]
             rows.append([*row, ("yes" if kept else "no") if "limit_mb" in found else "–"])
-    header = ["engine", "workload", "peak RSS MB", "weights MB", "weights × 1.25 + cache budget + 500 MB", "within"]
-    return table(header, rows)
+    header = ["engine", "workload", "RSS MB, imported", "loaded", "peak", "weights MB"]
+    return table([*header, "weights × 1.25 + cache budget + 500 MB", "within"], rows)
 
 
 def _startup(data: dict[str, Any]) -> str:
