@@ -291,6 +291,15 @@ def test_a_peer_that_fails_costs_nobody_else_a_reading(monkeypatch, tmp_path, ca
     assert stock["num_output_tokens"] == sum(n for _, n in cut(works["ragged64"], 3, 4))
 
 
+def test_the_simulators_cost_model_and_the_cost_of_sampling(tmp_path, capsys):
+    out, cost = tmp_path / "out.json", tmp_path / "cost.json"
+    arguments = f"--workloads single five --limit 5 8 --no-stock --repeats 1 --sampling-overhead --cost-model {cost}"
+    benchmark.main([*TINY, *arguments.split(), "--json", str(out)])
+    assert set(json.loads(cost.read_text())) == {"step", "token", "row", "kv_token"}
+    assert -1 < json.loads(out.read_text())["sampling_overhead"] < 20
+    assert "to a step of 64 rows" in capsys.readouterr().out
+
+
 def test_an_interrupted_run_keeps_its_readings(monkeypatch, tmp_path):
     out, calls = tmp_path / "out.json", []
 
