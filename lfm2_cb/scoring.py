@@ -189,9 +189,10 @@ class TreeState:
             mixed[start:end] = causal_attention(q[start:end], k[path], v[path], layer.scaling)
         return mixed.flatten(-2), None
 
-    def convolve(self, layer: Lfm2CbShortConv, x: torch.Tensor) -> torch.Tensor:
-        extended = torch.cat((x.new_zeros(1, x.shape[-1]), x))
-        return ragged_short_conv(extended, self._taps, layer.conv.weight.squeeze(1), layer.conv.bias)
+    def convolve(self, layer: Lfm2CbShortConv, bcx: torch.Tensor) -> torch.Tensor:
+        b, c, x = bcx.chunk(3, dim=-1)
+        extended = torch.cat((x.new_zeros(1, x.shape[-1]), b * x))
+        return c * ragged_short_conv(extended, self._taps, layer.conv.weight.squeeze(1), layer.conv.bias)
 
     def mask_padding(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states  # nothing is padded here

@@ -28,7 +28,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..ops.linear import PackedLinear
 from ..ops.native import NativeKernels
-from ..ops.pointwise import rms_norm, swiglu
+from ..ops.pointwise import add_rms_norm, norm_rotate, rms_norm, swiglu
 from .configuration import Lfm2CbConfig, ffn_width, head_dim, layers_of_type, rope_theta, rope_type
 from .conversion import FusedLinear, fuse_stock_names
 from .padded_state import PaddedState
@@ -52,10 +52,11 @@ class SequenceState(Protocol):
         Returns: `[..., heads * head_dim]`, and the weights where the backend makes them.
         """
 
-    def convolve(self, layer: Lfm2CbShortConv, x: torch.Tensor) -> torch.Tensor:
-        """Causal depthwise convolution within each sequence, remembering the last `conv_L_cache - 1` inputs.
+    def convolve(self, layer: Lfm2CbShortConv, bcx: torch.Tensor) -> torch.Tensor:
+        """`C * conv(B * x)`: a causal depthwise convolution within each sequence, remembering its last
+        `conv_L_cache - 1` inputs.
 
-        Args: x `[..., hidden]`. Returns: the same shape.
+        Args: bcx `[..., 3 * hidden]`, B, C and x side by side. Returns: `[..., hidden]`.
         """
 
     def mask_padding(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -70,7 +71,12 @@ class Lfm2CbRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor, native: NativeKernels | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, native: NativeKernels | None = None, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x; with `residual`, `x + residual` and the norm of that."""
+        if residual is not None:
+            return add_rms_norm(x, residual, self.weight, self.eps, native)
         return rms_norm(x, self.weight, self.eps, native)
 
     def extra_repr(self) -> str:
@@ -113,12 +119,6 @@ class Lfm2CbRotaryEmbedding(nn.Module):
         return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply RoPE to x `[..., heads, head_dim]` (half-split layout, as Llama's)."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
-
-
 class Lfm2CbMLP(nn.Module):
     """SwiGLU, with the gate (w1) and the value (w3) in one matrix product."""
 
@@ -146,25 +146,21 @@ class Lfm2CbAttention(nn.Module):
         self.num_key_value_groups = self.num_heads // self.num_kv_heads
         self.scaling = self.head_dim**-0.5
         self.is_causal = True
-        self.split_sizes = [n * self.head_dim for n in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
-        self.qkv_proj = FusedLinear(
-            config.hidden_size, dict(zip(("q_proj", "k_proj", "v_proj"), self.split_sizes, strict=True))
-        )
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        self.qkv_proj = FusedLinear(config.hidden_size, {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size})
         self.out_proj = PackedLinear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
         self.q_layernorm = Lfm2CbRMSNorm(self.head_dim, config.norm_eps)
         self.k_layernorm = Lfm2CbRMSNorm(self.head_dim, config.norm_eps)
         self.register_load_state_dict_pre_hook(fuse_stock_names)
 
+    @force_accelerate_hooks(["q_layernorm", "k_layernorm"])
     def forward(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(self.split_sizes, dim=-1)
-        )
-        q, k = self.q_layernorm(q, state.native), self.k_layernorm(k, state.native)
-        q, k = rotate(q, *rope), rotate(k, *rope)
-        mixed, weights = state.attend(self, q, k, v)
-        return self.out_proj(mixed), weights
+        weights = self.q_layernorm.weight, self.k_layernorm.weight
+        q, k, v = norm_rotate(self.qkv_proj(x), self.num_heads, *weights, rope, self.q_layernorm.eps, state.native)
+        mixed, probabilities = state.attend(self, q, k, v)
+        return self.out_proj(mixed), probabilities
 
 
 class Lfm2CbShortConv(nn.Module):
@@ -181,8 +177,7 @@ class Lfm2CbShortConv(nn.Module):
 
     @force_accelerate_hooks("conv")
     def forward(self, x: torch.Tensor, state: SequenceState) -> torch.Tensor:
-        b, c, x = self.in_proj(state.mask_padding(x)).chunk(3, dim=-1)
-        return self.out_proj(c * state.convolve(self, b * x))
+        return self.out_proj(state.convolve(self, self.in_proj(state.mask_padding(x))))
 
 
 class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
@@ -207,8 +202,8 @@ class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
             mixed, _ = self.self_attn(normed, rope, state)
         else:
             mixed = self.conv(normed, state)
-        hidden_states = hidden_states + mixed
-        return hidden_states + self.feed_forward(self.ffn_norm(hidden_states, state.native), state.native)
+        hidden_states, normed = self.ffn_norm(mixed, state.native, residual=hidden_states)
+        return hidden_states + self.feed_forward(normed, state.native)
 
 
 class Lfm2CbPreTrainedModel(PreTrainedModel):

@@ -71,14 +71,15 @@ class PaddedState:
         )
         return mixed.flatten(-2).contiguous(), weights
 
-    def convolve(self, layer: Lfm2CbShortConv, x: torch.Tensor) -> torch.Tensor:
-        length = x.shape[1]
-        x = x.transpose(1, 2)  # [batch, hidden, length]
+    def convolve(self, layer: Lfm2CbShortConv, bcx: torch.Tensor) -> torch.Tensor:
+        length = bcx.shape[1]
+        b, c, x = bcx.chunk(3, dim=-1)
+        x = (b * x).transpose(1, 2)  # [batch, hidden, length]
         if self.cache is not None:
             x = self.cache.update_conv_state(x, layer.layer_idx, conv_kernel_size=layer.kernel_size)
         # The convolution pads kernel - 1 zeros on both sides: drop the tail, then whatever stood before this chunk.
         mixed = layer.conv(x.to(layer.conv.weight.dtype))[..., : x.shape[-1]][..., -length:]
-        return mixed.transpose(1, 2)
+        return c * mixed.transpose(1, 2)
 
     def mask_padding(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self.padding_mask is None:

@@ -13,7 +13,7 @@ from ..ops.attention import paged_attention
 from ..ops.cascade import SharedPrefix, cascade_attention, shared_blocks
 from ..ops.native import NativeKernels
 from ..ops.native_attention import PackedSequences
-from ..ops.short_conv import native_short_conv, ragged_short_conv
+from ..ops.short_conv import gated_short_conv
 from .hybrid_cache import HybridCache
 
 if TYPE_CHECKING:
@@ -170,17 +170,22 @@ class RaggedBatch:
             mixed = paged_attention(*whole)
         return mixed.flatten(-2), None
 
-    def convolve(self, layer: Lfm2CbShortConv, x: torch.Tensor) -> torch.Tensor:
-        cache, weight, bias = self.cache.conv_states[layer.layer_idx], layer.conv.weight.squeeze(1), layer.conv.bias
-        states = cache[self._read_rows]
-        if self.native is not None and self._drafted is None:
-            writes = cache, self._write_rows, self._write_index
-            return native_short_conv(self.native, states, x, self._taps, weight, bias, *writes)
-        extended = torch.cat((states.flatten(0, 1), x))
-        cache[self._write_rows] = extended[self._write_index]
+    def convolve(self, layer: Lfm2CbShortConv, bcx: torch.Tensor) -> torch.Tensor:
+        i, conv = layer.layer_idx, layer.conv
+        mixed, extended = gated_short_conv(
+            bcx,
+            self.cache.conv_states[i],
+            self._read_rows,
+            self._taps,
+            conv.weight,
+            conv.bias,
+            self._write_rows,
+            self._write_index,
+            self.native,
+        )
         if self._drafted is not None:
-            self._drafted[layer.layer_idx] = extended
-        return ragged_short_conv(extended, self._taps, weight, bias)
+            self._drafted[i] = extended
+        return mixed
 
     def mask_padding(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states  # nothing is padded here

@@ -12,20 +12,69 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, native: NativeKe
     """Root-mean-square norm in fp32, rounded to x's dtype before it is scaled (as stock: it matters in bf16).
 
     Args:
-        x: `[..., size]`; for the kernel `[tokens, size]` or `[tokens, heads, size]` with whole tokens.
+        x: `[..., size]`; for the kernel `[tokens, size]`.
         weight: `[size]`.
         native: what to run it with (x then is fp32 or bf16, on CPU); None: torch.
     """
     if native is None or weight.dtype != x.dtype:
         x32 = x.float()
         return weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    size = x.shape[-1]
-    tokens = x.unsqueeze(1) if x.ndim == 2 else x
-    if tokens.stride()[1:] != (size, 1):
-        tokens = tokens.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
-    native.call("rms_norm", tokens, weight, out, *tokens.shape, tokens.stride(0), int(x.dtype == torch.bfloat16), eps)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    bf16 = x.dtype == torch.bfloat16
+    native.call("rms_norm", x.contiguous(), None, weight, None, out, *x.shape, bf16, eps)
     return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, native: NativeKernels | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x + residual`, and `rms_norm` of it; arguments as there."""
+    if native is None or weight.dtype != x.dtype:
+        total = x + residual
+        return total, rms_norm(total, weight, eps)
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = torch.empty_like(total)
+    bf16 = x.dtype == torch.bfloat16
+    native.call("rms_norm", x.contiguous(), residual.contiguous(), weight, total, out, *x.shape, bf16, eps)
+    return total, out
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply RoPE to x `[..., heads, head_dim]` (half-split layout, as Llama's)."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def norm_rotate(
+    qkv: torch.Tensor,
+    heads: int,
+    q_weight: torch.Tensor,
+    k_weight: torch.Tensor,
+    rope: tuple[torch.Tensor, torch.Tensor],
+    eps: float,
+    native: NativeKernels | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of an attention layer: q and k RMS-normed per head, then rotated.
+
+    Args:
+        qkv: `[..., (heads + 2 * kv_heads) * head_dim]`: all queries, then keys, then values; for the kernel a matrix.
+        q_weight, k_weight: `[head_dim]`, of the norms. eps: theirs.
+        rope: cos, sin `[..., 1, head_dim]` in qkv's dtype.
+        native: as in `rms_norm`.
+    Returns:
+        q `[..., heads, head_dim]`; k, v `[..., kv_heads, head_dim]`.
+    """
+    dim = len(q_weight)
+    kv_heads = (qkv.shape[-1] // dim - heads) // 2
+    if native is None or not q_weight.dtype == k_weight.dtype == qkv.dtype:
+        q, k, v = qkv.unflatten(-1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=-2)
+        return rotate(rms_norm(q, q_weight, eps), *rope), rotate(rms_norm(k, k_weight, eps), *rope), v
+    qkv = qkv.contiguous()
+    tokens, width = qkv.shape
+    q, k = qkv.new_empty(tokens, heads, dim), qkv.new_empty(tokens, kv_heads, dim)
+    shape = tokens, width, heads, kv_heads, dim, qkv.dtype == torch.bfloat16
+    native.call("norm_rotate", qkv, q_weight, k_weight, *rope, q, k, *shape, eps)
+    return q, k, qkv[:, (heads + kv_heads) * dim :].view(tokens, kv_heads, dim)
 
 
 def swiglu(x: torch.Tensor, native: NativeKernels | None = None) -> torch.Tensor:
@@ -35,5 +84,5 @@ def swiglu(x: torch.Tensor, native: NativeKernels | None = None) -> torch.Tensor
         return F.silu(gate) * value
     tokens, width = x.shape[0], x.shape[1] // 2
     out = x.new_empty(tokens, width)
-    native.call("swiglu", x.contiguous(), out, tokens, width, int(x.dtype == torch.bfloat16))
+    native.call("swiglu", x.contiguous(), out, tokens, width, x.dtype == torch.bfloat16)
     return out

@@ -27,30 +27,41 @@ def ragged_short_conv(
     return mixed if bias is None else mixed + bias
 
 
-def native_short_conv(
-    native: NativeKernels,
-    states: torch.Tensor,
-    x: torch.Tensor,
+def gated_short_conv(
+    bcx: torch.Tensor,
+    cache: torch.Tensor,
+    read_rows: torch.Tensor,
     taps: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    cache: torch.Tensor,
     write_rows: torch.Tensor,
     write_index: torch.Tensor,
-) -> torch.Tensor:
-    """The same by the native kernel (`csrc/pointwise.cpp`), which writes the new states too.
+    native: NativeKernels | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`C * conv(B * x)`, starting from cached states, and new states written back.
 
     Args:
-        states: `[sequences, kernel - 1, hidden]`, no part of `cache`. x: `[tokens, hidden]`. `extended` is the two.
-        cache: `[rows, kernel - 1, hidden]`: `cache[write_rows] = extended[write_index]`, int64 `[n]` and
-            `[n, kernel - 1]`.
+        bcx: `[tokens, 3 * hidden]`: B, C and x side by side.
+        cache: `[rows, kernel - 1, hidden]`: the sequences' states are its `read_rows` `[sequences]`; at the end
+            `cache[write_rows] = extended[write_index]`, int64 `[n]` and `[n, kernel - 1]`.
+        taps, bias: as in `ragged_short_conv`. weight: `[hidden, 1, kernel]`, as a depthwise `nn.Conv1d` has it.
+        native: what to run it with (fp32 or bf16, on CPU); None: torch.
+    Returns:
+        `[tokens, hidden]`; and `extended`, all states with B * x behind them, as in `ragged_short_conv`.
     """
-    weight = weight.to(x.dtype).t().contiguous()
-    bias = None if bias is None else bias.to(x.dtype)
-    out = torch.empty(x.shape, dtype=x.dtype)
+    hidden = bcx.shape[-1] // 3
+    if native is None:
+        b, c, x = bcx.split(hidden, dim=-1)
+        extended = torch.cat((cache[read_rows].flatten(0, 1), b * x))
+        cache[write_rows] = extended[write_index]
+        return c * ragged_short_conv(extended, taps, weight.squeeze(1), bias), extended
+    weight, bias = weight.to(bcx.dtype).contiguous(), None if bias is None else bias.to(bcx.dtype)
+    kernel, tokens, sequences = len(taps), len(bcx), len(read_rows)
+    extended = bcx.new_empty(sequences * (kernel - 1) + tokens, hidden)
+    out = bcx.new_empty(tokens, hidden)
     native.call(
         "short_conv",
-        *(states, x.contiguous(), taps, weight, bias, out, cache, write_rows, write_index),
-        *(states.shape[0] * states.shape[1], *x.shape, len(weight), len(write_rows), int(x.dtype == torch.bfloat16)),
+        *(bcx.contiguous(), taps, weight, bias, extended, out, cache, read_rows, write_rows, write_index),
+        *(sequences, tokens, hidden, kernel, len(write_rows), bcx.dtype == torch.bfloat16),
     )
-    return out
+    return out, extended

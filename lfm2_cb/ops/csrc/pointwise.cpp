@@ -16,26 +16,76 @@ inline int threads_for(int64_t values, int64_t num_threads) {
     return worth < num_threads ? worth : num_threads;
 }
 
+// RMSNorm of dim values: rounded to T before they are scaled, as in the stock model.
 template <class T>
-void rms_norm(const T* x, const T* weight, T* out, int64_t tokens, int64_t heads, int64_t dim, int64_t stride,
-              float eps, int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * heads * dim, num_threads))
-    for (int64_t row = 0; row < tokens * heads; row++) {
-        const T* from = x + row / heads * stride + row % heads * dim;
-        T* to = out + row * dim;
-        vec squares = {};
-        int64_t i = 0;
-        for (; i + W <= dim; i += W) squares += load(from + i) * load(from + i);
-        float total = sum(squares);
-        for (; i < dim; i++) total += to_float(from[i]) * to_float(from[i]);
-        const float scale = 1.0f / sqrtf(total / dim + eps);
-        for (i = 0; i + W <= dim; i += W) store(to + i, rounded<T>(load(from + i) * scale) * load(weight + i));
-        for (; i < dim; i++) {
-            float normed = to_float(from[i]) * scale;
-            round_to<T>(&normed);
-            assign(to + i, normed * to_float(weight[i]));
-        }
+inline void normalize(const T* from, const T* weight, T* to, int64_t dim, float eps) {
+    vec squares = {};
+    int64_t i = 0;
+    for (; i + W <= dim; i += W) squares += load(from + i) * load(from + i);
+    float total = sum(squares);
+    for (; i < dim; i++) total += to_float(from[i]) * to_float(from[i]);
+    const float scale = 1.0f / sqrtf(total / dim + eps);
+    for (i = 0; i + W <= dim; i += W) store(to + i, rounded<T>(load(from + i) * scale) * load(weight + i));
+    for (; i < dim; i++) {
+        float normed = to_float(from[i]) * scale;
+        round_to<T>(&normed);
+        assign(to + i, normed * to_float(weight[i]));
     }
+}
+
+template <class T>
+inline void add(const T* a, const T* b, T* to, int64_t dim) {
+    int64_t i = 0;
+    for (; i + W <= dim; i += W) store(to + i, load(a + i) + load(b + i));
+    for (; i < dim; i++) assign(to + i, to_float(a[i]) + to_float(b[i]));
+}
+
+template <class T>
+void rms_norm(const T* x, const T* residual, const T* weight, T* total, T* out, int64_t tokens, int64_t dim, float eps,
+              int64_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * dim, num_threads))
+    for (int64_t t = 0; t < tokens; t++) {
+        const T* from = x + t * dim;
+        if (residual) {
+            add(from, residual + t * dim, total + t * dim, dim);
+            from = total + t * dim;
+        }
+        normalize(from, weight, out + t * dim, dim, eps);
+    }
+}
+
+// RoPE in place, rounding each product and their sum as torch does.
+template <class T>
+inline void rotate(T* x, const T* cosines, const T* sines, int64_t dim) {
+    const int64_t half = dim / 2;
+    int64_t i = 0;
+    for (; i + W <= half; i += W) {
+        const vec first = load(x + i), second = load(x + half + i);
+        store(x + i, rounded<T>(first * load(cosines + i)) - rounded<T>(second * load(sines + i)));
+        store(x + half + i, rounded<T>(second * load(cosines + half + i)) + rounded<T>(first * load(sines + half + i)));
+    }
+    for (; i < half; i++) {
+        const float first = to_float(x[i]), second = to_float(x[half + i]);
+        float a = first * to_float(cosines[i]), b = second * to_float(sines[i]);
+        float c = second * to_float(cosines[half + i]), d = first * to_float(sines[half + i]);
+        for (float* product : {&a, &b, &c, &d}) round_to<T>(product);
+        assign(x + i, a - b);
+        assign(x + half + i, c + d);
+    }
+}
+
+template <class T>
+void norm_rotate(const T* x, const T* q_weight, const T* k_weight, const T* cosines, const T* sines, T* q, T* k,
+                 int64_t tokens, int64_t stride, int64_t heads, int64_t kv_heads, int64_t dim, float eps,
+                 int64_t num_threads) {
+    const int64_t both = heads + kv_heads;
+#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * both * dim, num_threads))
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t h = 0; h < both; h++) {
+            T* to = h < heads ? q + (t * heads + h) * dim : k + (t * kv_heads + h - heads) * dim;
+            normalize(x + t * stride + h * dim, h < heads ? q_weight : k_weight, to, dim, eps);
+            rotate(to, cosines + t * dim, sines + t * dim, dim);
+        }
 }
 
 template <class T>
@@ -56,56 +106,84 @@ void swiglu(const T* x, T* out, int64_t tokens, int64_t width, int64_t num_threa
     }
 }
 
-// `extended`: the states [num_state_rows, hidden] with x [tokens, hidden] behind them.
 template <class T>
-struct Extended {
-    const T *states, *x;
-    int64_t num_state_rows, hidden;
-
-    const T* row(int64_t i) const { return i < num_state_rows ? states + i * hidden : x + (i - num_state_rows) * hidden; }
-};
+inline void multiply(const T* a, const T* b, T* to, int64_t size) {
+    int64_t i = 0;
+    for (; i + W <= size; i += W) store(to + i, load(a + i) * load(b + i));
+    for (; i < size; i++) assign(to + i, to_float(a[i]) * to_float(b[i]));
+}
 
 template <class T>
-void short_conv(const Extended<T>& extended, const int64_t* taps, const T* weight, const T* bias, T* out, T* cache,
-                const int64_t* write_rows, const int64_t* write_index, int64_t tokens, int64_t kernel,
-                int64_t num_writes, int64_t num_threads) {
-    const int64_t hidden = extended.hidden, window = kernel - 1;
+void short_conv(const T* bcx, const int64_t* taps, const T* weight, const T* bias, T* extended, T* out, T* cache,
+                const int64_t* read_rows, const int64_t* write_rows, const int64_t* write_index, int64_t sequences,
+                int64_t tokens, int64_t hidden, int64_t kernel, int64_t num_writes, int64_t num_threads) {
+    const int64_t window = kernel - 1, num_states = sequences * window;
+    float* by_tap = (float*)malloc(kernel * hidden * sizeof(float));  // weight, transposed
+    for (int64_t k = 0; k < kernel; k++)
+        for (int64_t i = 0; i < hidden; i++) by_tap[k * hidden + i] = to_float(weight[i * kernel + k]);
 #pragma omp parallel num_threads(threads_for(tokens * hidden, num_threads))
     {
 #pragma omp for schedule(static) nowait
+        for (int64_t s = 0; s < num_states; s++)
+            memcpy(extended + s * hidden, cache + (read_rows[s / window] * window + s % window) * hidden,
+                   hidden * sizeof(T));
+#pragma omp for schedule(static)
         for (int64_t t = 0; t < tokens; t++) {
+            const T* b = bcx + t * 3 * hidden;
+            multiply(b, b + 2 * hidden, extended + (num_states + t) * hidden, hidden);
+        }
+#pragma omp for schedule(static) nowait
+        for (int64_t t = 0; t < tokens; t++) {
+            const T* gate = bcx + (t * 3 + 1) * hidden;
             T* to = out + t * hidden;
             int64_t i = 0;
             for (; i + W <= hidden; i += W) {
                 vec s = bias ? load(bias + i) : vec{};
                 for (int64_t k = 0; k < kernel; k++)
-                    s += load(extended.row(taps[k * tokens + t]) + i) * load(weight + k * hidden + i);
-                store(to + i, s);
+                    s += load(extended + taps[k * tokens + t] * hidden + i) * load(by_tap + k * hidden + i);
+                store(to + i, load(gate + i) * rounded<T>(s));
             }
             for (; i < hidden; i++) {
                 float s = bias ? to_float(bias[i]) : 0.0f;
                 for (int64_t k = 0; k < kernel; k++)
-                    s += to_float(extended.row(taps[k * tokens + t])[i]) * to_float(weight[k * hidden + i]);
-                assign(to + i, s);
+                    s += to_float(extended[taps[k * tokens + t] * hidden + i]) * by_tap[k * hidden + i];
+                round_to<T>(&s);
+                assign(to + i, to_float(gate[i]) * s);
             }
         }
 #pragma omp for schedule(static)
         for (int64_t j = 0; j < num_writes * window; j++)
-            memcpy(cache + (write_rows[j / window] * window + j % window) * hidden, extended.row(write_index[j]),
+            memcpy(cache + (write_rows[j / window] * window + j % window) * hidden, extended + write_index[j] * hidden,
                    hidden * sizeof(T));
     }
+    free(by_tap);
 }
 
 }  // namespace
 
-// x [tokens, heads, dim], `stride` values from token to token; weight [dim]; out [tokens, heads, dim]. As in the stock
-// model, the normed values are rounded to the dtype before they are scaled.
-KERNEL(rms_norm)(const void* x, const void* weight, void* out, int64_t tokens, int64_t heads, int64_t dim,
-                 int64_t stride, int64_t is_bf16, double eps, int64_t num_threads) {
+// x, out [tokens, dim]; weight [dim]. With `residual` [tokens, dim], not null: total = x + residual is normed. As in the
+// stock model, the normed values are rounded to the dtype before they are scaled.
+KERNEL(rms_norm)(const void* x, const void* residual, const void* weight, void* total, void* out, int64_t tokens,
+                 int64_t dim, int64_t is_bf16, double eps, int64_t num_threads) {
     if (is_bf16)
-        rms_norm((const bf16*)x, (const bf16*)weight, (bf16*)out, tokens, heads, dim, stride, eps, num_threads);
+        rms_norm((const bf16*)x, (const bf16*)residual, (const bf16*)weight, (bf16*)total, (bf16*)out, tokens, dim, eps,
+                 num_threads);
     else
-        rms_norm((const float*)x, (const float*)weight, (float*)out, tokens, heads, dim, stride, eps, num_threads);
+        rms_norm((const float*)x, (const float*)residual, (const float*)weight, (float*)total, (float*)out, tokens, dim,
+                 eps, num_threads);
+}
+
+// x [tokens, heads + kv_heads, dim], `stride` values from token to token; weights [dim]; cosines, sines [tokens, dim];
+// q [tokens, heads, dim], k [tokens, kv_heads, dim]: RMS-normed per head as above, then turned by RoPE.
+KERNEL(norm_rotate)(const void* x, const void* q_weight, const void* k_weight, const void* cosines, const void* sines,
+                    void* q, void* k, int64_t tokens, int64_t stride, int64_t heads, int64_t kv_heads, int64_t dim,
+                    int64_t is_bf16, double eps, int64_t num_threads) {
+    if (is_bf16)
+        norm_rotate((const bf16*)x, (const bf16*)q_weight, (const bf16*)k_weight, (const bf16*)cosines,
+                    (const bf16*)sines, (bf16*)q, (bf16*)k, tokens, stride, heads, kv_heads, dim, eps, num_threads);
+    else
+        norm_rotate((const float*)x, (const float*)q_weight, (const float*)k_weight, (const float*)cosines,
+                    (const float*)sines, (float*)q, (float*)k, tokens, stride, heads, kv_heads, dim, eps, num_threads);
 }
 
 // x [tokens, 2, width]: gates and values; out [tokens, width] = silu(gate) * value
@@ -114,19 +192,20 @@ KERNEL(swiglu)(const void* x, void* out, int64_t tokens, int64_t width, int64_t 
             : swiglu((const float*)x, (float*)out, tokens, width, num_threads);
 }
 
-// states [num_state_rows, hidden] and x [tokens, hidden] as one; taps [kernel, tokens] rows of it; weight [kernel,
-// hidden]; bias [hidden] or null; out [tokens, hidden]. cache [any, kernel - 1, hidden]: its rows `write_rows`
-// [num_writes] get the rows `write_index` [num_writes, kernel - 1]; `states` must be no part of it.
-KERNEL(short_conv)(const void* states, const void* x, const int64_t* taps, const void* weight, const void* bias,
-                   void* out, void* cache, const int64_t* write_rows, const int64_t* write_index,
-                   int64_t num_state_rows, int64_t tokens, int64_t hidden, int64_t kernel, int64_t num_writes,
-                   int64_t is_bf16, int64_t num_threads) {
+// bcx [tokens, 3, hidden]: B, C and x; out [tokens, hidden] = C * conv(B * x). cache [any, kernel - 1, hidden]: its
+// rows `read_rows` [sequences] are the states. extended [sequences * (kernel - 1) + tokens, hidden] becomes all states
+// with B * x behind them; taps [kernel, tokens] are rows of it; weight [hidden, kernel]; bias [hidden] or null. Last,
+// the cache's rows `write_rows` [num_writes] get extended's rows `write_index` [num_writes, kernel - 1].
+KERNEL(short_conv)(const void* bcx, const int64_t* taps, const void* weight, const void* bias, void* extended,
+                   void* out, void* cache, const int64_t* read_rows, const int64_t* write_rows,
+                   const int64_t* write_index, int64_t sequences, int64_t tokens, int64_t hidden, int64_t kernel,
+                   int64_t num_writes, int64_t is_bf16, int64_t num_threads) {
     if (is_bf16)
-        short_conv<bf16>({(const bf16*)states, (const bf16*)x, num_state_rows, hidden}, taps, (const bf16*)weight,
-                         (const bf16*)bias, (bf16*)out, (bf16*)cache, write_rows, write_index, tokens, kernel,
-                         num_writes, num_threads);
+        short_conv((const bf16*)bcx, taps, (const bf16*)weight, (const bf16*)bias, (bf16*)extended, (bf16*)out,
+                   (bf16*)cache, read_rows, write_rows, write_index, sequences, tokens, hidden, kernel, num_writes,
+                   num_threads);
     else
-        short_conv<float>({(const float*)states, (const float*)x, num_state_rows, hidden}, taps, (const float*)weight,
-                          (const float*)bias, (float*)out, (float*)cache, write_rows, write_index, tokens, kernel,
-                          num_writes, num_threads);
+        short_conv((const float*)bcx, taps, (const float*)weight, (const float*)bias, (float*)extended, (float*)out,
+                   (float*)cache, read_rows, write_rows, write_index, sequences, tokens, hidden, kernel, num_writes,
+                   num_threads);
 }
