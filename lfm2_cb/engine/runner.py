@@ -51,21 +51,21 @@ class ModelRunner:
         """Compute the rows; the cache then holds them.
 
         Returns:
-            fp32 logits `[n, vocab_size]`: for each row that samples, one for its last known token and one for each
-            draft behind it, in the rows' order.
+            Logits `[n, vocab_size]` in the model's dtype: for each row that samples, one for its last known token and
+            one for each draft behind it, in the rows' order.
         """
         shared = shared_prefixes(scheduled, self.cache.plan.block_size) if self.cascade else []
         return self.forward([self._row(row) for row in scheduled], shared)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]] = ()) -> torch.Tensor:
-        """One packed forward: fp32 logits `[sum of num_logits, vocab_size]`. shared: as in `RaggedBatch`."""
+        """One packed forward: logits `[sum of num_logits, vocab_size]`. shared: as in `RaggedBatch`."""
         self._batch = batch = RaggedBatch(rows, self.cache, self.kernel_size, shared, self.native)
         with linear_kernels(self.native):
             hidden_states = self.model.model(
                 input_ids=batch.input_ids, position_ids=batch.position_ids, state=batch, use_cache=False
             ).last_hidden_state
-            return self.model.lm_head(hidden_states[batch.logits_index]).float()
+            return self.model.lm_head(hidden_states[batch.logits_index])
 
     def settle(self, num_accepted: dict[int, int]) -> None:
         """Keep the conv state of the accepted drafts: row index in the last `run` → how many were accepted."""

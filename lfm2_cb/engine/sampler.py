@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from ..ops.native import NativeKernels
+from ..ops.sampling import best_places, draw_places
 from .warpers import Scores, can_batch, process_rows, signature
 
 #: as transformers' `LogitsProcessor`: (`[1, length]` token ids so far, `[1, vocab]` fp32 scores) → scores
@@ -96,23 +98,32 @@ def process(params: SamplingParams, token_ids: Sequence[int], scores: torch.Tens
     return scores
 
 
-def draw(scores: torch.Tensor, rngs: Sequence[random.Random]) -> list[int | Exception]:
+def draw(
+    scores: torch.Tensor, rngs: Sequence[random.Random], native: NativeKernels | None = None
+) -> list[int | Exception]:
     """Draw one place a row from softmax(scores) `[rows, n]` with one uniform number of each row's own generator.
 
-    By inversion of the cumulative distribution, in fp64: a place of probability 0 is never drawn.
+    By inversion of the cumulative distribution, summed in fp64: a place of probability 0 is never drawn.
     """
+    numbers = [rng.random() for rng in rngs]
+    if native is not None:
+        drawn = draw_places(native, scores, numbers).tolist()
+        return [BadLogits("no finite logits") if place < 0 else place for place in drawn]
     cumulative = torch.softmax(scores.double(), dim=-1).cumsum(-1)
     total = cumulative[:, -1:]
-    uniform = torch.tensor([[rng.random()] for rng in rngs], dtype=torch.float64, device=scores.device)
+    uniform = torch.tensor(numbers, dtype=torch.float64, device=scores.device).unsqueeze(1)
     # `right` steps over places that add nothing; rounding must not step over the last one that adds something.
     target = (uniform * total).clamp(max=total.nextafter(torch.zeros_like(total)))
     places = torch.searchsorted(cumulative, target, right=True)
     return _checked(places.squeeze(1), total.squeeze(1))
 
 
-def take_best(scores: torch.Tensor) -> list[int | Exception]:
-    """The most likely place of every row of `[rows, n]`."""
-    best, places = scores.max(-1)
+def take_best(scores: torch.Tensor, native: NativeKernels | None = None) -> list[int | Exception]:
+    """The most likely place of every row of `[rows, n]`; of equal ones natively the first."""
+    if native is not None:
+        places, best = best_places(native, scores)
+    else:
+        best, places = scores.max(-1)
     return _checked(places, best)
 
 
@@ -123,19 +134,24 @@ def _checked(places: torch.Tensor, evidence: torch.Tensor) -> list[int | Excepti
 
 
 def sample(
-    logits: torch.Tensor, params: Sequence[SamplingParams], histories: Sequence[Sequence[int]]
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[Sequence[int]],
+    native: NativeKernels | None = None,
 ) -> list[int | Exception]:
     """Choose the next token of every row.
 
     Args:
-        logits: `[rows, vocab]` fp32.
+        logits: `[rows, vocab]` in the model's dtype.
         params: the options of each row.
         histories: each row's prompt and output so far.
+        native: the kernels to run with; None: torch.
     Returns:
         For every row its token, or what went wrong in it; no row's failure touches another.
     """
     if not any(p.do_sample or p.processors or p.trace for p in params):
-        return take_best(logits)
+        return take_best(logits, native)
+    logits = logits.float()
     groups: dict[object, list[int]] = {}
     for i, p in enumerate(params):
         groups.setdefault(signature(p.processors) if can_batch(p.processors) else i, []).append(i)
@@ -145,7 +161,8 @@ def sample(
         own_logits = logits if len(rows) == len(params) else logits[rows]
         try:
             if isinstance(key, tuple):
-                scores = process_rows([p.processors for p in members], [histories[i] for i in rows], own_logits)
+                known = [histories[i] for i in rows]
+                scores = process_rows([p.processors for p in members], known, own_logits, native)
             else:
                 scores = Scores(process(members[0], histories[rows[0]], own_logits.clone()))
             chosen = _choose(scores, members)
@@ -160,11 +177,13 @@ def sample(
 
 
 def _choose(scores: Scores, params: Sequence[SamplingParams]) -> list[int | Exception]:
-    places = take_best(scores.values)
     sampled = [j for j, p in enumerate(params) if p.do_sample]
+    places: list[int | Exception] = [0] * len(params)
+    if len(sampled) < len(params):
+        places = take_best(scores.values, scores.native)
     if sampled:
         values = scores.values if len(sampled) == len(params) else scores.values[sampled]
-        for j, place in zip(sampled, draw(values, [params[j].rng for j in sampled]), strict=True):
+        for j, place in zip(sampled, draw(values, [params[j].rng for j in sampled], scores.native), strict=True):
             places[j] = place
     if scores.index is None:
         return places

@@ -1,0 +1,245 @@
+// Choosing tokens from logits [rows, size], each row by one thread, without sorting them.
+#include "simd.h"
+
+namespace {
+
+constexpr int64_t BLOCK = 1024;
+constexpr int64_t SUMMED = 128;  // values that are summed in fp32; such sums are summed in fp64
+
+inline int64_t threads_for(int64_t rows, int64_t num_threads) { return rows < num_threads ? rows : num_threads; }
+
+// The first place of the largest of x; *best its value, or NaN where any is.
+template <class T>
+int64_t best_place(const T* x, int64_t size, float* best) {
+    float top = -INFINITY;
+    int64_t at = 0;
+    bool has_nan = false;
+    for (int64_t start = 0; start < size; start += BLOCK) {  // first in which block it is
+        const int64_t end = start + BLOCK < size ? start + BLOCK : size;
+        vec most = fill(-INFINITY);
+        ivec nans = {};
+        int64_t i = start;
+        for (; i + W <= end; i += W) {
+            const vec v = load(x + i);
+            nans |= (ivec)(v != v);
+            most = maximum(most, v);
+        }
+        float block_top = largest(most);
+        for (int l = 0; l < W; l++) has_nan |= nans[l] != 0;
+        for (; i < end; i++) {
+            const float v = to_float(x[i]);
+            has_nan |= v != v;
+            if (v > block_top) block_top = v;
+        }
+        if (block_top > top) {
+            top = block_top;
+            at = start;
+        }
+    }
+    *best = has_nan ? NAN : top;
+    if (has_nan) return 0;
+    while (to_float(x[at]) != top) at++;
+    return at;
+}
+
+// All of x that may be among its k largest (and all that tie with them), by place: `places` and `values`, of which
+// there is room for `room`. Returns how many there are, or -1 where there is not room enough, or any is NaN.
+//
+// Of BLOCK groups (a run of places, every W-th of it), the k-th largest maximum is a bound: k values reach it.
+int64_t candidates(const float* x, int64_t size, int64_t k, int64_t room, int64_t* places, float* values) {
+    float most[BLOCK];
+    const int64_t run = (size + BLOCK - 1) / BLOCK * W;  // values a run, W groups
+    int64_t num_groups = 0;
+    for (int64_t start = 0; start < size; start += run) {
+        const int64_t end = start + run < size ? start + run : size;
+        vec m = fill(-INFINITY);
+        ivec nans = {};
+        int64_t i = start;
+        for (; i + W <= end; i += W) {
+            const vec v = load(x + i);
+            nans |= (ivec)(v != v);
+            m = maximum(m, v);
+        }
+        for (int l = 0; i < end; i++, l++) {
+            nans[l] |= x[i] != x[i];
+            if (x[i] > m[l]) m[l] = x[i];
+        }
+        for (int l = 0; l < W && num_groups < BLOCK; l++) {
+            if (nans[l]) return -1;
+            most[num_groups++] = m[l];
+        }
+    }
+    float bound = -INFINITY;
+    if (k <= num_groups) {  // the k largest maxima, in order, by insertion
+        float top[BLOCK];
+        int64_t kept = 0;
+        for (int64_t g = 0; g < num_groups; g++) {
+            if (kept == k && !(most[g] > top[k - 1])) continue;
+            int64_t at = kept < k ? kept++ : k - 1;
+            for (; at > 0 && top[at - 1] < most[g]; at--) top[at] = top[at - 1];
+            top[at] = most[g];
+        }
+        bound = top[k - 1];
+    }
+    int64_t count = 0, other = 0;
+    const vec bounds = fill(bound);
+    for (int64_t i = 0; i < size; i += W) {
+        if (i + W <= size) {
+            const ivec reach = (ivec)(load(x + i) >= bounds);
+            bool any = false;
+            for (int l = 0; l < W; l++) any |= reach[l] != 0;
+            if (!any) {
+                other = i;
+                continue;
+            }
+        }
+        for (int64_t j = i; j < i + W && j < size; j++) {
+            if (!(x[j] >= bound)) {
+                other = j;
+                continue;
+            }
+            if (count == room) return -1;
+            places[count] = j;
+            values[count++] = x[j];
+        }
+    }
+    for (int64_t j = count; j < room; j++) {  // what is left names a place that is no candidate
+        places[j] = other;
+        values[j] = -INFINITY;
+    }
+    return count;
+}
+
+inline float sum_of(const float* x, int64_t size) {
+    vec part = {};
+    int64_t i = 0;
+    for (; i + W <= size; i += W) part += load(x + i);
+    float total = sum(part);
+    for (; i < size; i++) total += x[i];
+    return total;
+}
+
+// e^(x - largest) of all; their sum, 0 where there is none or it is not finite.
+double weigh(const float* x, int64_t size, float* weights) {
+    float top;
+    best_place(x, size, &top);
+    if (!(top > -INFINITY && top < INFINITY)) return 0.0;
+    int64_t i = 0;
+    for (; i + W <= size; i += W) store(weights + i, exponential(load(x + i) - top));
+    for (; i < size; i++) weights[i] = expf(x[i] - top);
+    double total = 0.0;
+    for (i = 0; i < size; i += SUMMED) total += sum_of(weights + i, i + SUMMED < size ? SUMMED : size - i);
+    return total;
+}
+
+inline uint32_t ordered(float x) {  // as whole numbers are: -0 and 0 are one
+    x += 0.0f;
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// out = x where it is in the nucleus of probability p, else -inf, as stock's TopPLogitsWarper has it: going up from
+// the smallest, a token is left out while the sum up to it is at most 1 - p. Of equal ones that the line goes through
+// as many are left out as stock does, but the first (stock's sort leaves to chance which).
+//
+// Radix selection: the sums of all values with the same 11 bits tell which bits the last one left out has, and so on.
+// Returns false where the choice hangs on the rounding of stock's own fp32 sums, or there is nothing to choose from.
+bool nucleus(const float* x, int64_t size, double p, float* weights, float* out) {
+    const double total = weigh(x, size, weights), target = (1.0 - p) * total;
+    if (!(total > 0.0)) return false;
+    double below = 0.0;   // weight of all values below the prefix
+    uint32_t prefix = 0;  // bits known so far
+    int known = 0;
+    for (int width : {11, 11, 10}) {
+        double sums[2048] = {};
+        const int shift = 32 - known - width;
+        const uint32_t mask = (1u << width) - 1;
+        for (int64_t i = 0; i < size; i++) {
+            const uint32_t key = ordered(x[i]);
+            if (known == 0 || key >> (32 - known) == prefix) sums[key >> shift & mask] += weights[i];
+        }
+        uint32_t digit = 0, last = 0;
+        for (uint32_t d = 0; d <= mask; d++)
+            if (sums[d] > 0.0) last = d;
+        while (digit < last && below + sums[digit] <= target) below += sums[digit++];
+        prefix = prefix << width | digit;
+        known += width;
+    }
+    double weight = 0.0;  // of one of the values that the line goes through
+    for (int64_t i = 0; i < size && weight == 0.0; i++)
+        if (ordered(x[i]) == prefix) weight = weights[i];
+    const double left_out = floor((target - below) / weight);
+    // Stock sums up to 65,536 rounded numbers: what is nearer to the line than its error is for stock to decide.
+    const double doubt = 1e-5 * target + 1e-9 * total, rest = target - below - left_out * weight;
+    if (!(rest >= doubt && weight - rest >= doubt)) return false;
+    double ties = 0.0;
+    for (int64_t i = 0; i < size; i++) {
+        const uint32_t key = ordered(x[i]);
+        const bool tied = key == prefix;
+        out[i] = key > prefix || (tied && ties >= left_out) ? x[i] : -INFINITY;
+        ties += tied;
+    }
+    return ties > left_out;
+}
+
+// The place where the sum of probabilities passes `uniform` (in [0, 1)); -1 where there is nothing to choose from.
+int64_t draw(const float* x, int64_t size, double uniform, float* weights) {
+    const double total = weigh(x, size, weights), target = uniform * total;
+    if (!(total > 0.0)) return -1;
+    double passed = 0.0;
+    for (int64_t start = 0; start < size; start += SUMMED) {
+        const int64_t end = start + SUMMED < size ? start + SUMMED : size;
+        const double part = sum_of(weights + start, end - start);
+        if (passed + part <= target) {
+            passed += part;
+            continue;
+        }
+        for (int64_t i = start; i < end; i++)
+            if ((passed += weights[i]) > target) return i;
+    }
+    while (!(weights[--size] > 0.0f)) continue;  // rounding stepped over it
+    return size;
+}
+
+}  // namespace
+
+// x [rows, size]; places [rows]: of each row's largest value, the first; best [rows]: it, or NaN where any is
+KERNEL(best_places)(const void* x, int64_t* places, float* best, int64_t rows, int64_t size, int64_t is_bf16,
+                    int64_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(rows, num_threads))
+    for (int64_t r = 0; r < rows; r++)
+        places[r] = is_bf16 ? best_place((const bf16*)x + r * size, size, best + r)
+                            : best_place((const float*)x + r * size, size, best + r);
+}
+
+// x [rows, size]; k [rows], at most 1024; places, values [rows, room]; counts [rows]: see `candidates`
+KERNEL(top_candidates)(const float* x, const int64_t* k, int64_t* places, float* values, int64_t* counts, int64_t rows,
+                       int64_t size, int64_t room, int64_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(rows, num_threads))
+    for (int64_t r = 0; r < rows; r++)
+        counts[r] = candidates(x + r * size, size, k[r], room, places + r * room, values + r * room);
+}
+
+// x, out [rows, size]; p [rows] fp64; done [rows]: whether the row is `out` now; see `nucleus`
+KERNEL(nucleus)(const float* x, const double* p, float* out, int64_t* done, int64_t rows, int64_t size,
+                int64_t num_threads) {
+#pragma omp parallel num_threads(threads_for(rows, num_threads))
+    {
+        float* weights = (float*)malloc(size * sizeof(float));
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < rows; r++) done[r] = nucleus(x + r * size, size, p[r], weights, out + r * size);
+        free(weights);
+    }
+}
+
+// x [rows, size]; uniform [rows] fp64; places [rows]: drawn from softmax(x), or -1; see `draw`
+KERNEL(draw)(const float* x, const double* uniform, int64_t* places, int64_t rows, int64_t size, int64_t num_threads) {
+#pragma omp parallel num_threads(threads_for(rows, num_threads))
+    {
+        float* weights = (float*)malloc(size * sizeof(float));
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < rows; r++) places[r] = draw(x + r * size, size, uniform[r], weights);
+        free(weights);
+    }
+}

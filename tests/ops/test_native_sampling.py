@@ -1,0 +1,135 @@
+"""Choosing tokens by the native kernels beside torch and stock's warpers, by every instruction set."""
+
+import random
+import shutil
+
+import pytest
+import torch
+from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
+
+from lfm2_cb.engine.sampler import BadLogits, SamplingParams, draw, sample, take_best
+from lfm2_cb.engine.warpers import process_rows
+from lfm2_cb.ops import native
+from lfm2_cb.ops.sampling import nucleus, top_candidates
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
+)
+
+
+@pytest.fixture(params=list(native.ISAS))
+def kernels(request):
+    loaded = native.load()
+    if request.param not in loaded.supported:
+        pytest.skip(f"this processor has no {request.param}")
+    torch.manual_seed(0)
+    return loaded.using(request.param)
+
+
+def make_logits(kind: str, rows: int, size: int) -> torch.Tensor:
+    x = torch.randn(rows, size)
+    if kind == "flat":
+        return 0.02 * x
+    if kind == "peaked":
+        return 12 * x
+    if kind == "tied":  # a few values only, as low-precision logits have
+        return (2 * x).round() / 2
+    if kind == "masked":
+        return x.masked_fill(torch.rand(rows, size) < 0.9, -float("inf"))
+    return 3 * x
+
+
+KINDS = pytest.mark.parametrize("kind", ["plain", "flat", "peaked", "tied", "masked"])
+SIZES = pytest.mark.parametrize("size", [1, 7, 50, 1000, 5003, 65536])
+
+
+@SIZES
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_take_best(kernels, kind, size, dtype):
+    logits = make_logits(kind, 5, size).to(dtype)
+    logits[:, size // 2] = 0.0  # one that is not masked
+    first = [row.index(max(row)) for row in logits.tolist()]
+    assert take_best(logits, kernels) == first == take_best(logits)
+
+
+@SIZES
+@KINDS
+def test_top_k_keeps_what_stock_keeps(kernels, kind, size):
+    logits = make_logits(kind, 5, size)
+    ks = [1, 3, 50, 2, 200]
+    scores = process_rows([[TopKLogitsWarper(k)] for k in ks], [[]] * 5, logits, kernels)
+    expected = torch.cat([TopKLogitsWarper(k)(None, logits[i : i + 1]) for i, k in enumerate(ks)])
+    assert torch.equal(scores.full(size), expected)
+    if kind == "plain" and size == 65536:
+        found = top_candidates(kernels, logits, ks)
+        assert found is not None and found[0].shape[1] < 600  # and not all the vocabulary
+
+
+@SIZES
+@KINDS
+def test_top_p_keeps_what_stock_keeps(kernels, kind, size):
+    logits = make_logits(kind, 6, size)
+    logits[:, size // 2] = 0.0
+    ps = [0.9, 0.5, 0.999, 0.05, 0.0, 1.0]
+    scores = process_rows([[TopPLogitsWarper(p)] for p in ps], [[]] * 6, logits, kernels)
+    expected = torch.cat([TopPLogitsWarper(p)(None, logits[i : i + 1]) for i, p in enumerate(ps)])
+    assert_same_but_for_ties(scores.full(size), expected)
+
+
+def assert_same_but_for_ties(got, expected):
+    """The same logits are kept, each as often; which of equal ones at the line is chance in stock's unstable sort."""
+    assert torch.equal(got.sort(-1).values, expected.sort(-1).values)
+    line = got.masked_fill(got.isinf(), float("inf")).min(-1, keepdim=True).values
+    above = [x.masked_fill(x <= line, 0.0) for x in (got, expected)]
+    assert torch.equal(*above)
+
+
+def test_the_nucleus_is_mostly_found_without_stock(kernels):
+    _, rest = nucleus(kernels, make_logits("plain", 64, 65536), [0.9] * 64)
+    assert len(rest) < 16
+    assert nucleus(kernels, make_logits("tied", 1, 65536), [0.9])[1] == []
+
+
+def test_top_k_then_top_p(kernels):
+    logits = make_logits("tied", 4, 65536)
+    stages = [TopKLogitsWarper(50), TopPLogitsWarper(0.6)]
+    expected = stages[1](None, stages[0](None, logits))
+    assert_same_but_for_ties(process_rows([stages] * 4, [[]] * 4, logits, kernels).full(65536), expected)
+
+
+@KINDS
+@pytest.mark.parametrize("size", [2, 50, 65536])
+def test_draws_as_torch_does(kernels, kind, size):
+    """By the same uniform numbers: but where one falls within a rounding of a boundary."""
+    logits = make_logits(kind, 40, size)
+    logits[:, size // 2] = 0.0
+    rngs = [[random.Random(i) for i in range(40)] for _ in range(2)]
+    got, expected = draw(logits, rngs[0], kernels), draw(logits, rngs[1])
+    assert sum(a != b for a, b in zip(got, expected, strict=True)) <= (kind == "flat")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_bad_row_fails_alone(kernels, bad):
+    logits = make_logits("plain", 3, 5000)
+    if bad == -float("inf"):
+        logits[1] = bad
+    else:
+        logits[1, 4000] = bad
+    for processors in ([], [TopKLogitsWarper(5)], [TopPLogitsWarper(0.9)]):
+        for do_sample in (False, True):
+            params = [SamplingParams(do_sample, seed=i, processors=processors) for i in range(3)]
+            tokens = sample(logits, params, [[1]] * 3, kernels)
+            assert isinstance(tokens[1], BadLogits)
+            assert [isinstance(token, int) for token in tokens] == [True, False, True]
+
+
+def test_a_draw_does_not_depend_on_batch_mates(kernels):
+    """Nor on how many candidates they have."""
+    logits = torch.cat([make_logits("plain", 1, 65536), make_logits("tied", 1, 65536)])
+    for k in (5, 50):
+        params = [SamplingParams(True, seed=i, processors=[TopKLogitsWarper(k)]) for i in range(2)]
+        together = [sample(logits, params, [[1]] * 2, kernels) for _ in range(50)]
+        alone = [SamplingParams(True, seed=i, processors=[TopKLogitsWarper(k)]) for i in range(2)]
+        for both in together:
+            assert both == [sample(logits[i : i + 1], alone[i : i + 1], [[1]], kernels)[0] for i in range(2)]
