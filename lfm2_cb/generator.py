@@ -69,6 +69,9 @@ class ContinuousBatchingGenerator:
         drafting: "auto" guesses tokens by prompt lookup and verifies them, wherever that pays; tokens stay the same.
             "none" does so where a call asks for it (`prompt_lookup_num_tokens`, `assistant_model`).
         kernels: "native" (C++, compiled once on first use), "torch", or "auto": native on a CPU with a compiler.
+        max_step_seconds: how long running answers may wait for their next token while prompts are prefilled: steps
+            with decodes take smaller prefill chunks, by the times measured so far. None: as long as
+            `max_batch_tokens` take, which is best for lists.
         weights: "int8" or "int4" stores and streams them in so few bits (embedding and head in 8 at least): a path is
             quantised while it is loaded, a live model is copied. None: as they are.
 
@@ -92,6 +95,7 @@ class ContinuousBatchingGenerator:
         policy: str | Policy = "fcfs",
         drafting: str = "none",
         kernels: str = "auto",
+        max_step_seconds: float | None = None,
         weights: str | None = None,
     ) -> None:
         check_types({"seed": seed, "prefix_caching": prefix_caching, "policy": policy})
@@ -109,6 +113,7 @@ class ContinuousBatchingGenerator:
             policy,
             drafting,
             kernels,
+            max_step_seconds,
         )
         try:
             self.engine = Engine(self.model, config)

@@ -126,6 +126,22 @@ class StepTimes:
         (x0, y0), (x1, y1) = points[place - 1], points[place]
         return y0 + (y1 - y0) * (num_tokens - x0) / max(x1 - x0, 1e-9)
 
+    def tokens_within(self, seconds: float) -> int | None:
+        """Most tokens that a step is expected to compute in so many seconds, or None before the first step.
+
+        Beyond the longest step known we expect time in proportion. That is to be on the safe side (more tokens take
+        less time each), so longer steps are tried bit by bit.
+        """
+        if not self._seconds:
+            return None
+        points = sorted((self._tokens[i], self._seconds[i]) for i in self._seconds)
+        x0, y0 = 0.0, 0.0
+        for x1, y1 in points:
+            if y1 > seconds:
+                return int(x0 + (x1 - x0) * (seconds - y0) / (y1 - y0)) if y1 > y0 else int(x0)
+            x0, y0 = x1, y1
+        return int(x0 * seconds / y0) if y0 > 0 else None
+
 
 @dataclass
 class Speculation:

@@ -36,6 +36,8 @@ class EngineConfig:
         policy: a scheduling policy, or its name (`scheduling.policies`).
         drafting: "auto" to guess tokens by prompt lookup wherever that pays; "none" for requests that ask only.
         kernels: "auto", "native" or "torch" (`ops.native.resolve_kernels`).
+        max_step_seconds: how long a step that decodes is to take at most, by the times of steps before it: longer
+            prefills are cut into smaller chunks. None: up to `max_batch_tokens`, however long that takes.
     """
 
     max_batch_tokens: int = 2048
@@ -46,6 +48,7 @@ class EngineConfig:
     policy: str | Policy = "fcfs"
     drafting: str = "none"
     kernels: str = "auto"
+    max_step_seconds: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_sequences", "cache_memory", "block_size"):
@@ -54,6 +57,9 @@ class EngineConfig:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if self.drafting not in ("auto", "none"):
             raise ValueError(f"drafting must be 'auto' or 'none', got {self.drafting!r}")
+        limit = self.max_step_seconds
+        if limit is not None and not (isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0):
+            raise ValueError(f"max_step_seconds must be a positive number or None, got {limit!r}")
 
 
 @dataclass(slots=True)
@@ -86,10 +92,15 @@ class Engine:
         cache_manager = CacheManager(
             self.plan.num_blocks, config.block_size, self.plan.num_slots, config.prefix_caching
         )
-        policy = make_policy(config.policy)
-        self.scheduler = Scheduler(cache_manager, policy, config.max_batch_tokens, config.max_sequences)
-        self.runner = ModelRunner(model, self.plan, config.kernels)
         self.speculation = Speculation()
+        self.scheduler = Scheduler(
+            cache_manager,
+            make_policy(config.policy),
+            config.max_batch_tokens,
+            config.max_sequences,
+            decode_budget=self._decode_budget,
+        )
+        self.runner = ModelRunner(model, self.plan, config.kernels)
         self._drafters: dict[object, Drafter] = {}
         self._inbox: deque[list[Request]] = deque()
         self._cancelled: deque[Request] = deque()
@@ -168,6 +179,10 @@ class Engine:
         outputs += self._advance(rows, logits)
         self.speculation.timed(num_tokens, num_drafts, time.perf_counter() - start)
         return outputs
+
+    def _decode_budget(self) -> int | None:
+        limit = self.config.max_step_seconds
+        return None if limit is None else self.speculation.times.tokens_within(limit)
 
     def _take_in(self) -> list[StepOutput]:
         while self._inbox:

@@ -15,6 +15,9 @@ from .cache_manager import CacheManager, Fork
 from .policies import Policy
 from .request import FinishReason, Request, RequestStatus
 
+#: tokens of prefill that a step with decodes takes at least, however slow steps are, so that prompts get on
+MIN_CHUNK = 16
+
 
 @dataclass(slots=True)
 class ScheduledRow:
@@ -41,6 +44,9 @@ class Scheduler:
         max_batch_tokens: tokens a step, prefill chunks and decodes together.
         max_sequences: requests running at once.
         clock: seconds, for the requests' metrics; a simulator has its own.
+        decode_budget: how many tokens a step that decodes may have, asked at each such step; None: as any other.
+            A prefill chunk is what is left of it, but not less than `MIN_CHUNK` tokens: decodes then wait no longer
+            for their next token than it takes to compute so many (Sarathi-Serve's bound on mixed batches).
     """
 
     def __init__(
@@ -50,8 +56,9 @@ class Scheduler:
         max_batch_tokens: int,
         max_sequences: int,
         clock: Callable[[], float] = time.perf_counter,
+        decode_budget: Callable[[], int | None] = lambda: None,
     ) -> None:
-        self.cache, self.policy, self._clock = cache, policy, clock
+        self.cache, self.policy, self._clock, self._decode_budget = cache, policy, clock, decode_budget
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = min(max_sequences, max_batch_tokens, cache.num_slots)
         self.running: list[Request] = []  # by the policy's rank, then arrival; the last gives way first
@@ -106,7 +113,11 @@ class Scheduler:
         for request in self.running:
             (decodes if _num_pending(request) == 1 else prefills).append(request)
         rows, preempted = self._schedule_decodes(decodes, budget)
-        budget -= sum(row.num_tokens for row in rows)
+        num_decoding = sum(row.num_tokens for row in rows)
+        limit = self._decode_budget() if rows else None
+        budget -= num_decoding
+        if limit is not None:
+            budget = min(budget, max(limit - num_decoding, MIN_CHUNK))
         for request in prefills:
             if budget and request.status is RequestStatus.RUNNING:
                 limit = self.policy.chunk_limit(request, budget)

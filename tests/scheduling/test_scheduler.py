@@ -57,6 +57,36 @@ def test_prefill_chunks_fill_the_budget_beside_decodes():
     ]
 
 
+def run_beside_a_long_prompt(limit):
+    """Two requests decode when a prompt of 100 tokens comes; tokens of every step until it is prefilled."""
+    cache = CacheManager(100, 4, 8)
+    scheduler = Scheduler(cache, make_policy("fcfs"), 64, 8, decode_budget=lambda: limit)
+    scheduler.add_all([request(1, new=90), request(2, new=90)])
+    steps = [scheduler.schedule()]
+    advance(scheduler, steps[0])
+    long = request(3, length=100)
+    scheduler.add(long)
+    while not long.num_output_tokens:
+        steps.append(scheduler.schedule())
+        advance(scheduler, steps[-1])
+        scheduler.check_integrity()
+    return [sum(row.num_tokens for row in rows) for rows in steps]
+
+
+def test_a_step_that_decodes_keeps_to_its_own_budget():
+    assert run_beside_a_long_prompt(None) == [12, 64, 40]
+    assert run_beside_a_long_prompt(30) == [12, 30, 30, 30, 18]
+    assert run_beside_a_long_prompt(1000) == [12, 64, 40]
+    # However tight it is, prompts get on.
+    assert run_beside_a_long_prompt(1) == [12, *[18] * 6, 6]
+
+
+def test_the_budget_of_decodes_does_not_bind_where_nobody_decodes():
+    scheduler = Scheduler(CacheManager(100, 4, 8), make_policy("fcfs"), 64, 8, decode_budget=lambda: 5)
+    scheduler.add(request(1, length=100))
+    assert [row.num_tokens for row in scheduler.schedule()] == [64]
+
+
 def test_a_finished_request_frees_its_place_for_the_next_step():
     scheduler = make(max_sequences=1)
     scheduler.add(request(1, new=1))

@@ -171,7 +171,7 @@ bool nucleus(const float* x, int64_t size, double p, float* weights, float* out)
         if (ordered(x[i]) == prefix) weight = weights[i];
     const double left_out = floor((target - below) / weight);
     // Stock sums up to 65,536 rounded numbers: what is nearer to the line than its error is for stock to decide.
-    const double doubt = 1e-5 * target + 1e-9 * total, rest = target - below - left_out * weight;
+    const double doubt = 6e-6 * target + 1e-9 * total, rest = target - below - left_out * weight;
     if (!(rest >= doubt && weight - rest >= doubt)) return false;
     double ties = 0.0;
     for (int64_t i = 0; i < size; i++) {
