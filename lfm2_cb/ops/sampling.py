@@ -47,7 +47,8 @@ def nucleus(native: NativeKernels, x: torch.Tensor, p: Sequence[float]) -> tuple
     """x with -inf for all that stock's top-p leaves out, and the rows that are not done: those whose choice hangs on
     the rounding of stock's sums, or have nothing to choose from.
 
-    Of equal logits at the line as many are left out as in stock, but the first: stock's sort leaves to chance which.
+    Of equal logits at the line as many are left out as in stock (or one more or less, by rounding), but the first:
+    stock's sort leaves to chance which.
 
     Args: x: `[rows, size]` fp32; p: of each row.
     """

@@ -141,46 +141,52 @@ inline uint32_t ordered(float x) {  // as whole numbers are: -0 and 0 are one
 
 // out = x where it is in the nucleus of probability p, else -inf, as stock's TopPLogitsWarper has it: going up from
 // the smallest, a token is left out while the sum up to it is at most 1 - p. Of equal ones that the line goes through
-// as many are left out as stock does, but the first (stock's sort leaves to chance which).
+// as many are left out as stock does (or one more or less, by rounding), but the first: stock's sort leaves to chance
+// which.
 //
-// Radix selection: the sums of all values with the same 11 bits tell which bits the last one left out has, and so on.
-// Returns false where the choice hangs on the rounding of stock's own fp32 sums, or there is nothing to choose from.
-bool nucleus(const float* x, int64_t size, double p, float* weights, float* out) {
-    const double total = weigh(x, size, weights), target = (1.0 - p) * total;
+// Radix selection: the sums of all values with the same first 11 bits tell which bits the value at the line has; among
+// those that have them, the next 11 bits and the last 10 are found likewise. `scratch`: 3 * size values.
+// Returns false where the choice hangs on the rounding of stock's fp32 sums, or there is nothing to choose from.
+bool nucleus(const float* x, int64_t size, double p, float* scratch, float* out) {
+    const double total = weigh(x, size, scratch), target = (1.0 - p) * total;
     if (!(total > 0.0)) return false;
-    double below = 0.0;   // weight of all values below the prefix
-    uint32_t prefix = 0;  // bits known so far
-    int known = 0;
-    for (int width : {11, 11, 10}) {
+    float *members = scratch + size, *member_weights = scratch + 2 * size;
+    const float *from = x, *weights = scratch;
+    int64_t n = size;
+    double below = 0.0;  // weight of all values below the members
+    for (int shift : {21, 10, 0}) {
         double sums[2048] = {};
-        const int shift = 32 - known - width;
-        const uint32_t mask = (1u << width) - 1;
-        for (int64_t i = 0; i < size; i++) {
-            const uint32_t key = ordered(x[i]);
-            if (known == 0 || key >> (32 - known) == prefix) sums[key >> shift & mask] += weights[i];
-        }
-        uint32_t digit = 0, last = 0;
-        for (uint32_t d = 0; d <= mask; d++)
-            if (sums[d] > 0.0) last = d;
+        const uint32_t mask = shift ? 2047 : 1023;
+        for (int64_t i = 0; i < n; i++) sums[ordered(from[i]) >> shift & mask] += weights[i];
+        uint32_t digit = 0, last = mask;
+        while (last > 0 && !(sums[last] > 0.0)) last--;
         while (digit < last && below + sums[digit] <= target) below += sums[digit++];
-        prefix = prefix << width | digit;
-        known += width;
+        int64_t kept = 0;
+        for (int64_t i = 0; i < n; i++)
+            if ((ordered(from[i]) >> shift & mask) == digit) {
+                members[kept] = from[i];
+                member_weights[kept++] = weights[i];
+            }
+        from = members;
+        weights = member_weights;
+        n = kept;
     }
-    double weight = 0.0;  // of one of the values that the line goes through
-    for (int64_t i = 0; i < size && weight == 0.0; i++)
-        if (ordered(x[i]) == prefix) weight = weights[i];
-    const double left_out = floor((target - below) / weight);
-    // Stock sums up to 65,536 rounded numbers: what is nearer to the line than its error is for stock to decide.
+    const float line = members[0];  // as all n members are now
+    const double weight = member_weights[0], left_out = floor((target - below) / weight);
+    // Stock sums up to 65,536 rounded numbers: what is nearer to the line than its error is for stock to decide, but
+    // where that is only about how many of equal ones.
     const double doubt = 6e-6 * target + 1e-9 * total, rest = target - below - left_out * weight;
-    if (!(rest >= doubt && weight - rest >= doubt)) return false;
-    double ties = 0.0;
-    for (int64_t i = 0; i < size; i++) {
-        const uint32_t key = ordered(x[i]);
-        const bool tied = key == prefix;
-        out[i] = key > prefix || (tied && ties >= left_out) ? x[i] : -INFINITY;
-        ties += tied;
+    const bool sure = (rest >= doubt || left_out >= 1) && (weight - rest >= doubt || left_out + 1 < n);
+    if (!sure || !(left_out < n)) return false;
+    int64_t i = 0;
+    for (; i + W <= size; i += W) {
+        const vec v = load(x + i);
+        store(out + i, select((ivec)(v > line), v, fill(-INFINITY)));
     }
-    return ties > left_out;
+    for (; i < size; i++) out[i] = x[i] > line ? x[i] : -INFINITY;
+    for (int64_t j = 0, ties = 0; ties < n; j++)
+        if (x[j] == line && ties++ >= left_out) out[j] = line;
+    return true;
 }
 
 // The place where the sum of probabilities passes `uniform` (in [0, 1)); -1 where there is nothing to choose from.
@@ -226,10 +232,10 @@ KERNEL(nucleus)(const float* x, const double* p, float* out, int64_t* done, int6
                 int64_t num_threads) {
 #pragma omp parallel num_threads(threads_for(rows, num_threads))
     {
-        float* weights = (float*)malloc(size * sizeof(float));
+        float* scratch = (float*)malloc(3 * size * sizeof(float));
 #pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) done[r] = nucleus(x + r * size, size, p[r], weights, out + r * size);
-        free(weights);
+        for (int64_t r = 0; r < rows; r++) done[r] = nucleus(x + r * size, size, p[r], scratch, out + r * size);
+        free(scratch);
     }
 }
 
