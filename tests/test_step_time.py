@@ -22,9 +22,12 @@ def test_tokens_within_a_time():
     times.add(100, 0.2)
     assert times.tokens_within(0.15) in (54, 55)
     assert times.tokens_within(0.4) == 200
-    times.add(1000, 20.0)
+    times.add(1000, 60.0)  # interrupted, surely: taken for twice the 2 s that it is in proportion
     assert times.tokens_within(0.2) == 100
-    assert 100 < times.tokens_within(2.0) < 190
+    assert 500 < times.tokens_within(2.0) < 550
+    for _ in range(20):
+        times.add(1000, 2.0)
+    assert times.tokens_within(2.0) > 950
 
 
 class SimulatedTimes(StepTimes):

@@ -110,6 +110,9 @@ class StepTimes:
     def add(self, num_tokens: int, seconds: float) -> None:
         i = bisect_left(self._edges, num_tokens)
         known = self._seconds.get(i)
+        if known is None and (smaller := [j for j in self._seconds if j < i]):
+            j = max(smaller)  # more tokens take less time each: what takes far more was interrupted, see below
+            seconds = min(seconds, 2 * self._seconds[j] * num_tokens / self._tokens[j])
         # A step that took many times what is usual was interrupted: it says nothing about its size.
         weight = 1.0 if known is None else 0.2 if seconds < 3 * known else 0.02
         self._seconds[i] = seconds if known is None else known + weight * (seconds - known)
