@@ -129,15 +129,15 @@ def native_linear(
     """
     out_features, in_features = values.shape[0], x.shape[-1]
     rows, chunks = x.numel() // in_features, -(-in_features // _NATIVE_CHUNK)
-    out = torch.empty((*x.shape[:-1], out_features), dtype=torch.float32)
+    out = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
     is_int8 = values.dtype == torch.int8
     kernels.call(
         "linear_int8" if is_int8 else "linear_int4",
         x.contiguous(),
         int(x.dtype == torch.bfloat16),
         values,
-        scale.to(torch.float32 if is_int8 else torch.bfloat16),
-        None if bias is None else bias.float(),
+        scale.to(x.dtype if is_int8 else torch.bfloat16),  # which no scale loses anything by
+        None if bias is None else bias.to(x.dtype),
         torch.empty(chunks * rows * _NATIVE_CHUNK, dtype=torch.int16),
         torch.empty(chunks * rows, dtype=torch.float32),
         out,
@@ -145,7 +145,7 @@ def native_linear(
         in_features,
         out_features,
     )
-    return out.to(x.dtype)
+    return out
 
 
 _kernels: ContextVar[tuple[NativeKernels | None] | None] = ContextVar("lfm2_cb_linear_kernels", default=None)

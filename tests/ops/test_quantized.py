@@ -142,18 +142,28 @@ def test_bfloat16_rounds_once(seed, bits, kernels):
 
 @needs_compiler
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("seed", range(12))
-def test_a_row_is_the_same_to_the_bit_whoever_is_beside_it(seed, bits, kernels):
-    case = Case(seed, bits, rows=23)
+@pytest.mark.parametrize("rows", [23, 70, 203])  # tiles of all sizes, and more than one block of rows
+@pytest.mark.parametrize("seed", range(6))
+def test_a_row_is_the_same_to_the_bit_whoever_is_beside_it(seed, rows, bits, kernels):
+    case = Case(seed, bits, rows=rows)
     torch.set_num_threads(2)
     together = native_linear(*case.args, kernels=kernels)
     torch.set_num_threads(1)
     rng, begin = random.Random(seed), 0
-    while begin < 23:
-        rows = slice(begin, begin + rng.randint(1, 7))
-        alone = native_linear(case.x[rows], *case.args[1:], kernels=kernels)
-        assert torch.equal(alone, together[rows])
-        begin = rows.stop
+    while begin < rows:
+        part = slice(begin, begin + rng.choice([1, 2, 3, 4, 5, 6, 7, 11, 40]))
+        alone = native_linear(case.x[part], *case.args[1:], kernels=kernels)
+        assert torch.equal(alone, together[part])
+        begin = part.stop
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", BITS)
+def test_every_number_of_rows_is_near_float64(bits, kernels):
+    for rows in range(1, 71):
+        case = Case(rows, bits, rows=rows)
+        out = native_linear(*case.args, kernels=kernels).double()
+        assert ((out - case.answer).abs() <= case.by_kernel).all(), rows
 
 
 @needs_compiler

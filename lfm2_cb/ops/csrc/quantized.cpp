@@ -1,10 +1,14 @@
-// x @ W.T for weights of 8 bits a channel or 4 bits a group, read once and in place (ops/quantized.py has the layouts
-// and the torch reference).
+// x @ W.T for weights of 8 bits a channel or 4 bits a group, read in place (ops/quantized.py has the layouts and the
+// torch reference).
 //
 // The arithmetic is the same on every processor. Each row of x is rounded to 15 bits in chunks of 1024 inputs, finer
 // than the weights by far, and products are summed in 32-bit integers: nothing overflows (1024 * 16383 * 127 < 2^31),
 // and no order of summation matters. So a row's result depends neither on the rows beside it nor on the instruction
 // set; and it is quick, as one multiply-add takes twice as many products of 16-bit integers as of fp32.
+//
+// A thread takes PANEL outputs of a block of rows. A chunk of the panel's weights stays in the first-level cache while
+// the rows pass by, a tile of a few rows and one or two outputs at a time, whose sums are in registers; the weights
+// that come next are asked for meanwhile.
 #include "simd.h"
 
 #if defined(__AVX2__)
@@ -15,34 +19,41 @@ namespace {
 
 constexpr int64_t CHUNK = 1024, GROUP = 32, MAX_GROUPS = CHUNK / GROUP;
 constexpr float LIMIT = 16383.0f;  // of a rounded input
-constexpr int64_t OUTPUTS = 16;    // a task's outputs: 16 KB of int8 weights a chunk
+constexpr int64_t PANEL = 16;      // outputs: 16 KB of int8 weights a chunk
+constexpr int64_t ROW_BLOCK = 96;  // rows: 192 KB of inputs a chunk, for the second-level cache
 
-struct Problem {
-    const void* weights;         // [outputs][stride bytes]
-    const float* scales;         // [outputs]: of int8
-    const bf16* group_scales;    // [outputs][groups]: of int4
-    const float* bias;           // [outputs] or null
-    const int16_t* inputs;       // [chunks][rows][CHUNK]
-    const float* input_scales;   // [chunks][rows]
-    float* out;                  // [rows][outputs]
-    int64_t rows, width, outputs, chunks, groups, stride;
+int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-    int64_t length(int64_t chunk) const { return width - chunk * CHUNK < CHUNK ? width - chunk * CHUNK : CHUNK; }
-};
+// Loops marked so are unrolled whole, so that their arrays are registers.
+#define UNROLLED _Pragma("GCC unroll 8")
 
 // V: LANES 16-bit values. Sums: of their products, by pairs.
 typedef int32_t Sums __attribute__((vector_size(4 * W)));
+typedef int32_t ivec4 __attribute__((vector_size(16)));
+typedef float vec4 __attribute__((vector_size(16)));
 constexpr int LANES = 2 * W;
 #if defined(__AVX512F__)
 typedef __m512i V;
 inline V load_weights(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
 inline V load_inputs(const int16_t* p) { return _mm512_loadu_si512(p); }
 inline Sums multiply_add(Sums acc, V w, V x) { return acc + (Sums)_mm512_madd_epi16(w, x); }
+inline ivec4 fold(Sums v) {
+    __m256i half = _mm256_add_epi32(_mm512_castsi512_si256((V)v), _mm512_extracti64x4_epi64((V)v, 1));
+    return (ivec4)_mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
 #elif defined(__AVX2__)
 typedef __m256i V;
 inline V load_weights(const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
 inline V load_inputs(const int16_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline Sums multiply_add(Sums acc, V w, V x) { return acc + (Sums)_mm256_madd_epi16(w, x); }
+inline Sums multiply_add(Sums acc, V w, V x) {
+    // As written: compilers load the inputs once for each output, and the loads are then what is waited for.
+    V products;
+    asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(acc), "=&x"(products) : "x"(w), "x"(x));
+    return acc;
+}
+inline ivec4 fold(Sums v) {
+    return (ivec4)_mm_add_epi32(_mm256_castsi256_si128((V)v), _mm256_extracti128_si256((V)v, 1));
+}
 #else
 typedef int16_t V __attribute__((vector_size(4 * W)));
 inline V load_weights(const int8_t* p) {
@@ -59,13 +70,82 @@ inline Sums multiply_add(Sums acc, V w, V x) {
     for (int i = 0; i < W; i++) acc[i] += w[2 * i] * x[2 * i] + w[2 * i + 1] * x[2 * i + 1];
     return acc;
 }
+inline ivec4 fold(Sums v) { return v; }
 #endif
 
-inline int32_t total(Sums v) {
-    int32_t s = 0;
-    for (int i = 0; i < W; i++) s += v[i];
-    return s;
+// Lane i: the sum of v[i]'s lanes, (0 + 1) + (2 + 3) for every instruction set.
+#if defined(__AVX2__)
+inline ivec4 sum_each4(const ivec4* v) {
+    __m128i low = _mm_hadd_epi32((__m128i)v[0], (__m128i)v[1]), high = _mm_hadd_epi32((__m128i)v[2], (__m128i)v[3]);
+    return (ivec4)_mm_hadd_epi32(low, high);
 }
+inline vec4 sum_each4(const vec4* v) {
+    __m128 low = _mm_hadd_ps((__m128)v[0], (__m128)v[1]), high = _mm_hadd_ps((__m128)v[2], (__m128)v[3]);
+    return (vec4)_mm_hadd_ps(low, high);
+}
+#else
+template <class Vec4>
+inline Vec4 sum_each4(const Vec4* v) {
+    Vec4 sums;
+    for (int i = 0; i < 4; i++) sums[i] = (v[i][0] + v[i][1]) + (v[i][2] + v[i][3]);
+    return sums;
+}
+#endif
+
+inline vec4 to_floats(ivec4 v) { return __builtin_convertvector(v, vec4); }
+inline vec4 to_floats(vec4 v) { return v; }
+
+constexpr int fours(int n) { return (n + 3) / 4 * 4; }
+
+// Each of a tile's accumulators [ROWS][OUTS] summed, into rows of PANEL.
+template <int ROWS, int OUTS, class Vec4>
+inline void store_sums(const Vec4* accumulators, float* sums) {
+    float totals[fours(ROWS * OUTS)];
+    for (int i = 0; i < fours(ROWS * OUTS); i += 4) {
+        const vec4 four = to_floats(sum_each4(accumulators + i));
+        memcpy(totals + i, &four, sizeof four);
+    }
+    for (int r = 0; r < ROWS; r++) memcpy(sums + r * PANEL, totals + r * OUTS, OUTS * sizeof(float));
+}
+
+template <int OUTS>
+inline void multiply_row(Sums& first, Sums& second, V a, V b, const int16_t* x) {
+    const V inputs = load_inputs(x);
+    first = multiply_add(first, a, inputs);
+    if (OUTS == 2) second = multiply_add(second, b, inputs);
+}
+
+// 8 bits a weight, a scale an output.
+struct Int8 {
+    static constexpr int ROWS = 6;  // of a tile: what the registers of AVX2 hold
+    static constexpr int64_t CHUNK_BYTES = CHUNK;
+
+    // The products of a chunk's inputs x [ROWS][CHUNK] and two outputs' weights; group_scales are not used.
+    template <int ROWS, int OUTS>
+    static inline void multiply(const int16_t* x, const char* weights, int64_t stride, int64_t length,
+                                const float*, float* sums) {
+        const int8_t* w = (const int8_t*)weights;
+        const int64_t whole = length / LANES * LANES;
+        int8_t rest[OUTS * LANES];  // what no whole vector holds, and zeros
+        if (whole < length) {
+            memset(rest, 0, sizeof rest);
+            for (int o = 0; o < OUTS; o++) memcpy(rest + o * LANES, w + o * stride + whole, length - whole);
+        }
+        Sums first[ROWS] = {}, second[ROWS] = {};
+        for (int64_t k = 0, end = whole; k < length; end = length, w = rest - whole, stride = LANES)
+            for (; k < end; k += LANES) {
+                const V a = load_weights(w + k), b = OUTS == 2 ? load_weights(w + stride + k) : a;
+                UNROLLED for (int r = 0; r < ROWS; r++)
+                    multiply_row<OUTS>(first[r], second[r], a, b, x + r * CHUNK + k);
+            }
+        ivec4 folded[fours(ROWS * OUTS)] = {};
+        UNROLLED for (int r = 0; r < ROWS; r++) {
+            folded[r * OUTS] = fold(first[r]);
+            if (OUTS == 2) folded[r * OUTS + OUTS - 1] = fold(second[r]);
+        }
+        store_sums<ROWS, OUTS>(folded, sums);
+    }
+};
 
 // 64 weights of 4 bits are 16 words of 16 bits, whose four parts are the weights of four vectors; two vectors are a
 // group. A group's products with its inputs come in eight sums: the same eight everywhere, as they are weighed and
@@ -94,131 +174,139 @@ inline ivec8 dot_group(Words first, Words second, const int16_t* x) {
     return sums;
 #endif
 }
-
-// Loops marked so are unrolled whole, so that their arrays are registers.
-#define UNROLLED _Pragma("GCC unroll 8")
-
-__attribute__((noinline)) int32_t dot_rest(const int16_t* x, const int8_t* w, int64_t length) {
-    int32_t sum = 0;
-    for (int64_t k = 0; k < length; k++) sum += x[k] * w[k];
-    return sum;
+inline void add_group(vec8& acc, Words first, Words second, const int16_t* x, float scale) {
+    acc += __builtin_convertvector(dot_group(first, second, x), vec8) * scale;
 }
+inline vec4 fold(vec8 v) { return vec4{v[0], v[1], v[2], v[3]} + vec4{v[4], v[5], v[6], v[7]}; }
 
-// What one chunk of the inputs adds to ROWS x OUTS outputs.
-template <int ROWS, int OUTS>
-inline void add_int8(const Problem& p, int64_t chunk, int64_t row, int64_t output) {
-    constexpr int STEPS = ROWS == 1 ? 4 : 1;  // sums a product, where there are few products
-    const int16_t* x = p.inputs + (chunk * p.rows + row) * CHUNK;
-    const int8_t* w = (const int8_t*)p.weights + output * p.stride + chunk * CHUNK;
-    const int64_t length = p.length(chunk), whole = length / (STEPS * LANES) * (STEPS * LANES);
-    Sums acc[ROWS][OUTS][STEPS] = {};
-    for (int64_t k = 0; k < whole; k += STEPS * LANES)
-        UNROLLED for (int s = 0; s < STEPS; s++) {
-            V loaded[OUTS];
-            UNROLLED for (int o = 0; o < OUTS; o++) loaded[o] = load_weights(w + o * p.stride + k + s * LANES);
-            UNROLLED for (int r = 0; r < ROWS; r++) {
-                V inputs = load_inputs(x + r * CHUNK + k + s * LANES);
-                UNROLLED for (int o = 0; o < OUTS; o++)
-                    acc[r][o][s] = multiply_add(acc[r][o][s], loaded[o], inputs);
-            }
-        }
-    int32_t sums[ROWS][OUTS];
-    UNROLLED for (int r = 0; r < ROWS; r++)
-        UNROLLED for (int o = 0; o < OUTS; o++) {
-            Sums sum = acc[r][o][0];
-            UNROLLED for (int s = 1; s < STEPS; s++) sum += acc[r][o][s];
-            sums[r][o] = total(sum);
-        }
-    if (whole < length)
-        for (int r = 0; r < ROWS; r++)
-            for (int o = 0; o < OUTS; o++)
-                sums[r][o] += dot_rest(x + r * CHUNK + whole, w + o * p.stride + whole, length - whole);
-    UNROLLED for (int r = 0; r < ROWS; r++) {
-        const float input_scale = p.input_scales[chunk * p.rows + row + r];
-        float* out = p.out + (row + r) * p.outputs + output;
-        UNROLLED for (int o = 0; o < OUTS; o++) out[o] += (float)sums[r][o] * (input_scale * p.scales[output + o]);
-    }
-}
+// 4 bits a weight, a scale for each 32 of an output.
+struct Int4 {
+    static constexpr int ROWS = 4;
+    static constexpr int64_t CHUNK_BYTES = CHUNK / 2;
 
-template <int ROWS, int OUTS>
-inline void add_int4(const Problem& p, int64_t chunk, int64_t row, int64_t output) {
-    const int16_t* x = p.inputs + (chunk * p.rows + row) * CHUNK;
-    const uint8_t* w = (const uint8_t*)p.weights + output * p.stride + chunk * CHUNK / 2;
-    const int64_t groups = (p.length(chunk) + 2 * GROUP - 1) / (2 * GROUP) * 2;
-    float scales[MAX_GROUPS][OUTS];
-    for (int o = 0; o < OUTS; o++)
-        for (int64_t g = 0; g < groups; g++)
-            scales[g][o] = to_float(p.group_scales[(output + o) * p.groups + chunk * MAX_GROUPS + g]);
-    vec8 acc[ROWS][OUTS] = {};
-    for (int64_t g = 0; g < groups; g += 2) {
-        Words words[OUTS];
-        UNROLLED for (int o = 0; o < OUTS; o++) words[o] = load_words(w + o * p.stride + g * GROUP / 2);
-        UNROLLED for (int half = 0; half < 2; half++)
+    template <int ROWS, int OUTS>
+    static inline void multiply(const int16_t* x, const char* weights, int64_t stride, int64_t length,
+                                const float* group_scales, float* sums) {
+        const int64_t groups = (length + 2 * GROUP - 1) / (2 * GROUP) * 2;
+        vec8 acc[OUTS][ROWS] = {};
+        for (int64_t g = 0; g < groups; g += 2)
             UNROLLED for (int o = 0; o < OUTS; o++) {
-                Words first = half ? part<2>(words[o]) : part<0>(words[o]);
-                Words second = half ? part<3>(words[o]) : part<1>(words[o]);
+                const Words words = load_words(weights + o * stride + g * GROUP / 2);
+                const float* scales = group_scales + o * MAX_GROUPS + g;
                 UNROLLED for (int r = 0; r < ROWS; r++) {
-                    ivec8 exact = dot_group(first, second, x + r * CHUNK + (g + half) * GROUP);
-                    acc[r][o] += __builtin_convertvector(exact, vec8) * scales[g + half][o];
+                    const int16_t* inputs = x + r * CHUNK + g * GROUP;
+                    add_group(acc[o][r], part<0>(words), part<1>(words), inputs, scales[0]);
+                    add_group(acc[o][r], part<2>(words), part<3>(words), inputs + GROUP, scales[1]);
                 }
             }
+        vec4 folded[fours(ROWS * OUTS)] = {};
+        UNROLLED for (int r = 0; r < ROWS; r++) {
+            folded[r * OUTS] = fold(acc[0][r]);
+            if (OUTS == 2) folded[r * OUTS + OUTS - 1] = fold(acc[OUTS - 1][r]);
+        }
+        store_sums<ROWS, OUTS>(folded, sums);
     }
-    UNROLLED for (int r = 0; r < ROWS; r++) {
-        const float input_scale = p.input_scales[chunk * p.rows + row + r];
-        float* out = p.out + (row + r) * p.outputs + output;
-        UNROLLED for (int o = 0; o < OUTS; o++) {
-            vec8 a = acc[r][o];
-            out[o] += (((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]))) * input_scale;
+};
+
+struct Problem {
+    const char* weights;        // [outputs][stride bytes]
+    const bf16* group_scales;   // [outputs][groups]: of Int4
+    const int16_t* inputs;      // [chunks][rows][CHUNK]
+    const float* input_scales;  // [chunks][rows]
+    int64_t rows, width, outputs, chunks, groups, stride;
+
+    int64_t length(int64_t chunk) const { return smaller(width - chunk * CHUNK, CHUNK); }
+};
+
+// Weights to ask for: `bytes` of each of a panel's outputs. The processor does not see such short runs coming, and
+// would wait for each. Asking beyond the end does no harm.
+struct Ahead {
+    const char* weights;
+    int64_t bytes;
+
+    void ask(int64_t stride, int64_t output) const {
+        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(weights + output * stride + i);
+    }
+};
+
+// The sums of ROWS rows and a panel's outputs over a chunk: [ROWS][PANEL].
+template <class Kind, int ROWS, int OUTS>
+void multiply_panel(const Problem& p, const int16_t* x, const char* weights, int64_t outputs, int64_t length,
+                    const float* group_scales, Ahead ahead, float* sums) {
+    int64_t o = 0;
+    for (; o + OUTS <= outputs; o += OUTS) {
+        for (int64_t j = 0; j < OUTS; j++) ahead.ask(p.stride, o + j);
+        Kind::template multiply<ROWS, OUTS>(x, weights + o * p.stride, p.stride, length, group_scales + o * MAX_GROUPS,
+                                            sums + o);
+    }
+    if (o < outputs)
+        Kind::template multiply<ROWS, 1>(x, weights + o * p.stride, p.stride, length, group_scales + o * MAX_GROUPS,
+                                         sums + o);
+}
+
+template <class Kind, int OUTS>
+void multiply_rows(int64_t rows, const Problem& p, const int16_t* x, const char* weights, int64_t outputs,
+                   int64_t length, const float* scales, Ahead ahead, float* sums) {
+    switch (rows) {
+        case 1: return multiply_panel<Kind, 1, OUTS>(p, x, weights, outputs, length, scales, ahead, sums);
+        case 2: return multiply_panel<Kind, 2, OUTS>(p, x, weights, outputs, length, scales, ahead, sums);
+        case 3: return multiply_panel<Kind, 3, OUTS>(p, x, weights, outputs, length, scales, ahead, sums);
+        case 4: return multiply_panel<Kind, 4, OUTS>(p, x, weights, outputs, length, scales, ahead, sums);
+    }
+    if constexpr (Kind::ROWS > 4) {
+        if (rows == 5) return multiply_panel<Kind, 5, OUTS>(p, x, weights, outputs, length, scales, ahead, sums);
+        multiply_panel<Kind, 6, OUTS>(p, x, weights, outputs, length, scales, ahead, sums);
+    }
+}
+
+// out[row ... row + rows][output ... output + outputs], of at most ROW_BLOCK rows and PANEL outputs.
+template <class Kind, class T>
+void compute_block(const Problem& p, const T* scales, const T* bias, T* out, int64_t row, int64_t rows, int64_t output,
+                   int64_t outputs) {
+    float acc[ROW_BLOCK][PANEL], output_scales[PANEL], first[PANEL] = {}, group_scales[PANEL][MAX_GROUPS];
+    for (int64_t o = 0; o < PANEL; o++) output_scales[o] = scales && o < outputs ? to_float(scales[output + o]) : 1.0f;
+    for (int64_t o = 0; bias && o < outputs; o++) first[o] = to_float(bias[output + o]);
+    for (int64_t r = 0; r < rows; r++) memcpy(acc[r], first, sizeof first);
+
+    const int64_t tiles = (rows + Kind::ROWS - 1) / Kind::ROWS;
+    for (int64_t chunk = 0; chunk < p.chunks; chunk++) {
+        const char* weights = p.weights + output * p.stride + chunk * Kind::CHUNK_BYTES;
+        for (int64_t o = 0; p.groups && o < outputs; o++) {
+            const bf16* from = p.group_scales + (output + o) * p.groups + chunk * MAX_GROUPS;
+            for (int64_t g = 0; g < smaller(p.groups - chunk * MAX_GROUPS, MAX_GROUPS); g++)
+                group_scales[o][g] = to_float(from[g]);
+        }
+        // One tile asks for weights a few outputs further on; many, each for its part of the next chunk or panel.
+        Ahead ahead = {weights + 4 * p.stride, smaller(Kind::CHUNK_BYTES, p.stride - chunk * Kind::CHUNK_BYTES)};
+        if (tiles > 1) {
+            const bool last = chunk + 1 == p.chunks;
+            const int64_t begin = last ? 0 : (chunk + 1) * Kind::CHUNK_BYTES;
+            const int64_t lines = (smaller(Kind::CHUNK_BYTES, p.stride - begin) + 63) / 64;
+            ahead = {p.weights + (output + (last ? PANEL : 0)) * p.stride + begin, (lines + tiles - 1) / tiles * 64};
+        }
+        for (int64_t done = 0, tile_rows; done < rows; done += tile_rows, ahead.weights += ahead.bytes) {
+            const int64_t left = rows - done, tiles_left = (left + Kind::ROWS - 1) / Kind::ROWS;
+            tile_rows = (left + tiles_left - 1) / tiles_left;  // 7 rows are 4 + 3 rather than 6 + 1
+            const int64_t i = chunk * p.rows + row + done;
+            float sums[Kind::ROWS][PANEL];
+            // Memory is read fastest one output after another; two at a time take fewer loads of x.
+            auto multiply = tiles == 1 ? multiply_rows<Kind, 1> : multiply_rows<Kind, 2>;
+            multiply(tile_rows, p, p.inputs + i * CHUNK, weights, outputs, p.length(chunk), group_scales[0], ahead,
+                     sums[0]);
+            for (int64_t r = 0; r < tile_rows; r++)
+                for (int64_t o = 0; o < PANEL; o += W) {
+                    const vec scale = p.input_scales[i + r] * load(output_scales + o);
+                    store(acc[done + r] + o, load(acc[done + r] + o) + load(sums[r] + o) * scale);
+                }
         }
     }
-}
-
-// Asks for a chunk's weights of a few outputs that come later: the processor does not see such short runs coming, and
-// would wait for each (from memory this is twice as fast). Asking beyond the end does no harm.
-inline void prefetch(const Problem& p, int64_t chunk, int64_t output, int64_t outputs, int64_t chunk_bytes) {
-    const char* w = (const char*)p.weights + output * p.stride + chunk * chunk_bytes;
-    const int64_t rest = p.stride - chunk * chunk_bytes, bytes = rest < chunk_bytes ? rest : chunk_bytes;
-    for (int64_t o = 0; o < outputs; o++)
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(w + o * p.stride + i);
-}
-
-template <bool INT8, int ROWS, int OUTS>
-void add_outputs(const Problem& p, int64_t chunk, int64_t row, int64_t begin, int64_t end) {
-    int64_t output = begin;
-    for (; output + OUTS <= end; output += OUTS) {
-        if (row == 0) prefetch(p, chunk, output + 2 * OUTS, OUTS, INT8 ? CHUNK : CHUNK / 2);
-        if constexpr (INT8)
-            add_int8<ROWS, OUTS>(p, chunk, row, output);
+    for (int64_t r = 0; r < rows; r++) {
+        T* to = out + (row + r) * p.outputs + output;
+        if (outputs == PANEL)
+            for (int64_t o = 0; o < PANEL; o += W) store(to + o, load(acc[r] + o));
         else
-            add_int4<ROWS, OUTS>(p, chunk, row, output);
+            for (int64_t o = 0; o < outputs; o++) assign(to + o, acc[r][o]);
     }
-    for (; output < end; output++)
-        if constexpr (INT8)
-            add_int8<ROWS, 1>(p, chunk, row, output);
-        else
-            add_int4<ROWS, 1>(p, chunk, row, output);
-}
-
-// Outputs begin ... end of all rows. Their weights, a chunk at a time, stay in the first-level cache while the rows
-// pass by, so they are read from memory once.
-template <bool INT8>
-void compute_outputs(const Problem& p, int64_t begin, int64_t end) {
-    constexpr int MOST = INT8 ? 6 : 4;  // rows at once: what the registers of AVX2 hold
-    for (int64_t row = 0; row < p.rows; row++)
-        for (int64_t o = begin; o < end; o++) p.out[row * p.outputs + o] = p.bias ? p.bias[o] : 0.0f;
-    for (int64_t chunk = 0; chunk < p.chunks; chunk++)
-        for (int64_t row = 0, rows; row < p.rows; row += rows) {
-            const int64_t left = p.rows - row, blocks = (left + MOST - 1) / MOST;
-            rows = (left + blocks - 1) / blocks;  // 7 rows are 4 + 3 rather than 6 + 1
-            switch (rows) {
-                case 1: add_outputs<INT8, 1, INT8 ? 1 : 4>(p, chunk, row, begin, end); break;
-                case 2: add_outputs<INT8, 2, 2>(p, chunk, row, begin, end); break;
-                case 3: add_outputs<INT8, 3, 2>(p, chunk, row, begin, end); break;
-                case 4: add_outputs<INT8, 4, 2>(p, chunk, row, begin, end); break;
-                case 5: add_outputs<INT8, 5, 2>(p, chunk, row, begin, end); break;
-                default: add_outputs<INT8, 6, 2>(p, chunk, row, begin, end);
-            }
-        }
 }
 
 // A chunk of one row to LIMIT by its largest value, which is returned over LIMIT. It is looked for among the bits, in
@@ -247,47 +335,53 @@ float round_chunk(const T* x, int64_t length, int16_t* to) {
     return most / LIMIT;
 }
 
-template <bool INT8, class T>
-void linear(Problem p, const T* x, int16_t* inputs, float* input_scales, int64_t threads) {
+template <class Kind, class T>
+void linear(Problem p, const void* x, const void* scales, const void* bias, void* out, int16_t* inputs,
+            float* input_scales, int64_t threads) {
     p.inputs = inputs;
     p.input_scales = input_scales;
     p.chunks = (p.width + CHUNK - 1) / CHUNK;
+    const int64_t panels = (p.outputs + PANEL - 1) / PANEL, blocks = (p.rows + ROW_BLOCK - 1) / ROW_BLOCK;
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < p.chunks * p.rows; i++) {
             const int64_t chunk = i / p.rows, row = i % p.rows;
-            input_scales[i] = round_chunk(x + row * p.width + chunk * CHUNK, p.length(chunk), inputs + i * CHUNK);
+            const T* from = (const T*)x + row * p.width + chunk * CHUNK;
+            input_scales[i] = round_chunk(from, p.length(chunk), inputs + i * CHUNK);
         }
 #pragma omp for schedule(static)
-        for (int64_t begin = 0; begin < p.outputs; begin += OUTPUTS)
-            compute_outputs<INT8>(p, begin, begin + OUTPUTS < p.outputs ? begin + OUTPUTS : p.outputs);
+        for (int64_t i = 0; i < blocks * panels; i++) {
+            const int64_t row = i / panels * ROW_BLOCK, output = i % panels * PANEL;
+            compute_block<Kind>(p, (const T*)scales, (const T*)bias, (T*)out, row, smaller(p.rows - row, ROW_BLOCK),
+                                output, smaller(p.outputs - output, PANEL));
+        }
     }
 }
 
 }  // namespace
 
-// out fp32 [rows, outputs] = x @ W.T + bias, with x fp32 or bf16 [rows, width], weights int8 [outputs, width], scales
-// fp32 [outputs], bias fp32 [outputs] or null; as scratch inputs int16 [chunks, rows, 1024] and input_scales fp32
-// [chunks, rows].
-KERNEL(linear_int8)(const void* x, int64_t x_is_bf16, const int8_t* weights, const float* scales, const float* bias,
-                    int16_t* inputs, float* input_scales, float* out, int64_t rows, int64_t width, int64_t outputs,
+// out [rows, outputs] = x @ W.T + bias, with x [rows, width], weights int8 [outputs, width], scales [outputs] and bias
+// [outputs] or null, all but the weights bf16 or all fp32; as scratch inputs int16 [chunks, rows, 1024] and
+// input_scales fp32 [chunks, rows].
+KERNEL(linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const void* scales, const void* bias,
+                    int16_t* inputs, float* input_scales, void* out, int64_t rows, int64_t width, int64_t outputs,
                     int64_t threads) {
-    Problem p = {weights, scales, nullptr, bias, nullptr, nullptr, out, rows, width, outputs, 0, 0, width};
-    if (x_is_bf16)
-        linear<true>(p, (const bf16*)x, inputs, input_scales, threads);
+    Problem p = {(const char*)weights, nullptr, nullptr, nullptr, rows, width, outputs, 0, 0, width};
+    if (is_bf16)
+        linear<Int8, bf16>(p, x, scales, bias, out, inputs, input_scales, threads);
     else
-        linear<true>(p, (const float*)x, inputs, input_scales, threads);
+        linear<Int8, float>(p, x, scales, bias, out, inputs, input_scales, threads);
 }
 
 // The same with weights uint8 [outputs, groups * 16] and scales bf16 [outputs, groups], with an even number of groups.
-KERNEL(linear_int4)(const void* x, int64_t x_is_bf16, const uint8_t* weights, const bf16* scales, const float* bias,
-                    int16_t* inputs, float* input_scales, float* out, int64_t rows, int64_t width, int64_t outputs,
+KERNEL(linear_int4)(const void* x, int64_t is_bf16, const uint8_t* weights, const bf16* scales, const void* bias,
+                    int16_t* inputs, float* input_scales, void* out, int64_t rows, int64_t width, int64_t outputs,
                     int64_t threads) {
     const int64_t groups = (width + 2 * GROUP - 1) / (2 * GROUP) * 2;
-    Problem p = {weights, nullptr, scales, bias, nullptr, nullptr, out, rows, width, outputs, 0, groups, groups * 16};
-    if (x_is_bf16)
-        linear<false>(p, (const bf16*)x, inputs, input_scales, threads);
+    Problem p = {(const char*)weights, scales, nullptr, nullptr, rows, width, outputs, 0, groups, groups * 16};
+    if (is_bf16)
+        linear<Int4, bf16>(p, x, nullptr, bias, out, inputs, input_scales, threads);
     else
-        linear<false>(p, (const float*)x, inputs, input_scales, threads);
+        linear<Int4, float>(p, x, nullptr, bias, out, inputs, input_scales, threads);
 }
