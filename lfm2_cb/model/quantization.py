@@ -7,7 +7,9 @@ in full precision is quantised while it is loaded, one matrix after another, so 
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
 from typing import Any
 
 import torch
@@ -94,7 +96,17 @@ class QuantizeOnLoad(ConversionOps):
         ((name, found),) = input_dict.items()
         weight = found[0] if isinstance(found, list) else found
         values, scale = model.get_submodule(name.rpartition(".")[0]).quantize(weight)
+        del weight, found
+        input_dict.clear()
+        _return_free_memory()
         return {name: values, f"{name}_scale": scale}
+
+
+def _return_free_memory() -> None:
+    """Give what is free in the heap back to the system: glibc keeps what lies below something in use, and between what
+    comes and goes while a model is loaded there is what stays (random-350m: 0.4 GB would be kept)."""
+    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def replace_layers(model: PreTrainedModel, weights: str) -> None:

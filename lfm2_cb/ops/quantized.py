@@ -200,13 +200,13 @@ class _Quantized(nn.Module):
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """values and scale of a matrix, as this layer holds them. Raises: ValueError: a weight is not finite."""
-        if not weight.isfinite().all():
-            raise ValueError("weights that are not finite cannot be quantised")
         convert = quantize_int8 if self.bits == 8 else quantize_int4
         values = torch.empty_like(self.weight, device=weight.device)
         scale = torch.empty_like(self.weight_scale, device=weight.device)
         for rows in range(0, len(weight), OUTPUT_CHUNK):  # some at a time, so that little else is in memory
             part = slice(rows, rows + OUTPUT_CHUNK)
+            if not weight[part].isfinite().all():
+                raise ValueError("weights that are not finite cannot be quantised")
             values[part], scale[part] = convert(weight[part])
         return values, scale
 
