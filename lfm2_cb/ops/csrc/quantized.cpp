@@ -277,7 +277,7 @@ void compute_block(const Problem& p, const T* scales, const T* bias, T* out, int
                 group_scales[o][g] = to_float(from[g]);
         }
         // One tile asks for weights a few outputs further on; many, each for its part of the next chunk or panel.
-        Ahead ahead = {weights + 4 * p.stride, smaller(Kind::CHUNK_BYTES, p.stride - chunk * Kind::CHUNK_BYTES)};
+        Ahead ahead = {weights + 2 * p.stride, smaller(Kind::CHUNK_BYTES, p.stride - chunk * Kind::CHUNK_BYTES)};
         if (tiles > 1) {
             const bool last = chunk + 1 == p.chunks;
             const int64_t begin = last ? 0 : (chunk + 1) * Kind::CHUNK_BYTES;
