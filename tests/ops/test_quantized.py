@@ -142,8 +142,8 @@ def test_bfloat16_rounds_once(seed, bits, kernels):
 
 @needs_compiler
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("rows", [23, 70, 203])  # tiles of all sizes, and more than one block of rows
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("rows", [23, 203])  # tiles of all sizes, and more than one block of rows
+@pytest.mark.parametrize("seed", range(5))
 def test_a_row_is_the_same_to_the_bit_whoever_is_beside_it(seed, rows, bits, kernels):
     case = Case(seed, bits, rows=rows)
     torch.set_num_threads(2)
