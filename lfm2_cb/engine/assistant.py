@@ -36,7 +36,7 @@ class AssistantModel(Drafter):
     Args:
         model: the assistant. Its vocabulary must be the target's.
         max_sequences, max_batch_tokens, cache_memory, block_size: as the engine's, for the assistant's own cache.
-        kernels: as the engine's.
+        kernels, cache_dtype: as the engine's.
     """
 
     def __init__(
@@ -48,6 +48,7 @@ class AssistantModel(Drafter):
         cache_memory: int,
         block_size: int = 64,
         kernels: str = "auto",
+        cache_dtype: str | None = None,
     ) -> None:
         self.model, self.max_batch_tokens = model, max_batch_tokens
         self.plan = CachePlan.from_budget(
@@ -57,6 +58,7 @@ class AssistantModel(Drafter):
             num_slots=2 * max_sequences,
             dtype=model.dtype,
             checkpoints=False,
+            cache_dtype=cache_dtype,
         )
         self.runner = ModelRunner(model, self.plan, kernels)
         self._cache = CacheManager(self.plan.num_blocks, block_size, self.plan.num_slots, prefix_caching=False)

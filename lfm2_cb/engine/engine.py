@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers.utils import logging
 
-from ..model.hybrid_cache import CachePlan
+from ..model.hybrid_cache import CACHE_DTYPES, CachePlan
 from ..model.modeling import Lfm2CbForCausalLM
 from ..scheduling.cache_manager import CacheManager
 from ..scheduling.policies import Policy, make_policy
@@ -38,6 +38,7 @@ class EngineConfig:
         kernels: "auto", "native" or "torch" (`ops.native.resolve_kernels`).
         max_step_seconds: how long a step that decodes is to take at most, by the times of steps before it: longer
             prefills are cut into smaller chunks. None: up to `max_batch_tokens`, however long that takes.
+        cache_dtype: "int8" stores K/V in 8 bits; None: in the model's dtype.
     """
 
     max_batch_tokens: int = 2048
@@ -49,6 +50,7 @@ class EngineConfig:
     drafting: str = "none"
     kernels: str = "auto"
     max_step_seconds: float | None = None
+    cache_dtype: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch_tokens", "max_sequences", "cache_memory", "block_size"):
@@ -60,6 +62,8 @@ class EngineConfig:
         limit = self.max_step_seconds
         if limit is not None and not (isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0):
             raise ValueError(f"max_step_seconds must be a positive number or None, got {limit!r}")
+        if self.cache_dtype is not None and self.cache_dtype not in list(CACHE_DTYPES):
+            raise ValueError(f"cache_dtype must be 'int8' or None (the model's dtype), got {self.cache_dtype!r}")
 
 
 @dataclass(slots=True)
@@ -88,6 +92,7 @@ class Engine:
             num_slots=min(config.max_sequences, config.max_batch_tokens),
             dtype=model.dtype,
             checkpoints=config.prefix_caching,
+            cache_dtype=config.cache_dtype,
         )
         cache_manager = CacheManager(
             self.plan.num_blocks, config.block_size, self.plan.num_slots, config.prefix_caching
@@ -131,6 +136,7 @@ class Engine:
                 cache_memory=config.cache_memory // 4,
                 block_size=config.block_size,
                 kernels=config.kernels,
+                cache_dtype=config.cache_dtype,
             )
             logger.info("lfm2_cb: assistant model, cache %s", known.plan)
         return known

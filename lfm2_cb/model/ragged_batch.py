@@ -56,7 +56,7 @@ class RaggedBatch:
         native: NativeKernels | None = None,
     ) -> None:
         self.cache, self.rows, self.kernel_size, self.native = cache, rows, kernel_size, native
-        self.device = next(iter((*cache.keys.values(), *cache.conv_states.values()))).device
+        self.device = cache.device
         lengths = np.array([len(row.token_ids) for row in rows])
         starts = np.array([row.start for row in rows])
         offsets = np.concatenate(([0], np.cumsum(lengths)))

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .attention import causal_attention, gather
+from .attention import causal_attention
+from .kv_blocks import KVBlocks, gather
 from .native_attention import PackedSequences
 
 #: queries that attend to a prefix at once, so that their scores stay small beside the cache
@@ -36,8 +37,8 @@ class SharedPrefix:
 
 def cascade_attention(
     q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
+    key_cache: KVBlocks,
+    value_cache: KVBlocks,
     cu_seqlens: Sequence[int],
     kv_lens: Sequence[int],
     block_tables: Sequence[torch.Tensor],

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from .attention import causal_attention, gather
+from .attention import causal_attention
+from .kv_blocks import Int8Blocks, KVBlocks, gather
 from .native import NativeKernels
 
 #: a sequence with more queries than this is gathered and goes through SDPA. Measured with AVX2 at 500 to 2,500 keys:
@@ -44,16 +45,15 @@ class PackedSequences:
             table += len(blocks)
         self._sequences = torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
 
-    def attend(
-        self, q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scaling: float
-    ) -> torch.Tensor:
-        """As `paged_attention`: q `[tokens, heads, head_dim]` in the cache's dtype (fp32 or bf16); the same back."""
+    def attend(self, q: torch.Tensor, key_cache: KVBlocks, value_cache: KVBlocks, scaling: float) -> torch.Tensor:
+        """As `paged_attention`: q `[tokens, heads, head_dim]` fp32 or bf16, as the cache is unless that is in 8 bits.
+        The same back."""
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         self._run(q, key_cache, value_cache, scaling, out, None)
         return out
 
     def attend_with_lse(
-        self, q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, scaling: float
+        self, q: torch.Tensor, key_cache: KVBlocks, value_cache: KVBlocks, scaling: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same in fp32, and `[tokens, heads]` the logarithms of the softmax's denominators, fp32: those of
         sequences that have keys left out, others maybe."""
@@ -65,24 +65,38 @@ class PackedSequences:
     def _run(
         self,
         q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: KVBlocks,
+        values: KVBlocks,
         scaling: float,
         out: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        if not q.dtype == keys.dtype == values.dtype or not keys.is_contiguous() or not values.is_contiguous():
-            raise ValueError(f"one dtype and whole caches, not q {q.dtype}, keys {keys.dtype}, values {values.dtype}")
+        stored = _tensors(keys, values, q.dtype)
         _, heads, head_dim = q.shape
         if q.stride()[1:] != (head_dim, 1):
             q = q.contiguous()
         if len(self._sequences):
             self._native.call(
                 "paged_attention",
-                *(q, keys, values, self._sequences, self._block_ids, out, lse),
+                *(q, *stored, self._sequences, self._block_ids, out, lse),
                 *(len(self._sequences), heads, keys.shape[1], head_dim, keys.shape[2], q.stride(0)),
                 *(int(q.dtype == torch.bfloat16), int(out.dtype == torch.float32), scaling),
             )
         for tokens, blocks, kv_len in self._long:
             k, v = gather(keys, blocks, kv_len), gather(values, blocks, kv_len)
             out[tokens] = causal_attention(q[tokens], k, v, scaling)
+
+
+def _tensors(keys: KVBlocks, values: KVBlocks, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
+    """Keys, values and their scales, as the kernel takes them. Raises: ValueError: not for queries of this dtype."""
+    if isinstance(keys, Int8Blocks) and isinstance(values, Int8Blocks):
+        tensors = keys.values, values.values, keys.scale, values.scale
+        whole = all(tensor.is_contiguous() for tensor in tensors)
+    elif isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and dtype == keys.dtype == values.dtype:
+        tensors = keys, values, None, None  # type: ignore[assignment]
+        whole = keys.is_contiguous() and values.is_contiguous()
+    else:
+        whole = False
+    if not whole:
+        raise ValueError(f"one dtype and whole caches, not q {dtype}, keys {keys.dtype}, values {values.dtype}")
+    return tensors

@@ -25,6 +25,7 @@ struct Sequence {
 
 struct Problem {
     const void *q, *keys, *values;
+    const bf16 *key_scales, *value_scales;  // of keys and values in 8 bits, one a row
     const Sequence* sequences;
     const int64_t* block_ids;
     void* out;
@@ -37,10 +38,23 @@ struct Problem {
     int64_t num_tiles(const Sequence& s) const { return (rows_of(s) + ROWS - 1) / ROWS; }
 };
 
+// Of the keys and values of a tile.
+struct Scales {
+    float keys[TILE], values[TILE];
+};
+
 struct Item {
     int32_t sequence, tile, head, span;
     int64_t partial;  // which of the partial results is its own; -1: it is the whole result
 };
+
+inline vec load(const int8_t* p) {
+    int8_t lanes __attribute__((vector_size(W)));
+    memcpy(&lanes, p, sizeof lanes);
+    return __builtin_convertvector(__builtin_convertvector(lanes, ivec), vec);
+}
+
+inline float to_float(int8_t x) { return x; }
 
 // What an item has found so far: [ROWS] maxima, [ROWS] sums of exponentials, [ROWS][padded_dim] weighted values.
 struct State {
@@ -127,17 +141,26 @@ inline void soften(float* scores, int visible, const State& state, int row, int6
     state.sum[row] += sum(total);
 }
 
+inline void multiply(float* scores, const float* scales) {
+    for (int k = 0; k < TILE; k += W) store(scores + k, load(scores + k) * load(scales + k));
+}
+
 // A tile of n keys for all rows. T: what the tile is in; A: what the cache is in, of which the tile's own values and
-// the next tile's keys are to be fetched, where given.
+// the next tile's keys are to be fetched, where given. Keys and values in 8 bits are used as they are: a key's scale
+// multiplies its score, and a value's scale its weight.
 template <class T, class A>
 inline void take_in(
-    const float* q, const T* const* keys, const T* const* values, int n, const int* visible, int rows, int64_t dim,
-    const State& state, const A* const* ahead, const A* const* next_keys) {
+    const float* q, const T* const* keys, const T* const* values, const Scales* scales, int n, const int* visible,
+    int rows, int64_t dim, const State& state, const A* const* ahead, const A* const* next_keys) {
     float scores[ROWS][TILE];
     int r = 0;
     for (; r + 2 <= rows; r += 2) score<2>(q + r * dim, keys, n, dim, scores + r, r ? nullptr : ahead);
     if (r < rows) score<1>(q + r * dim, keys, n, dim, scores + r, r ? nullptr : ahead);
-    for (r = 0; r < rows; r++) soften(scores[r], visible[r], state, r, dim);
+    for (r = 0; r < rows; r++) {
+        if (scales) multiply(scores[r], scales->keys);
+        soften(scores[r], visible[r], state, r, dim);
+        if (scales) multiply(scores[r], scales->values);
+    }
     for (r = 0; r + 2 <= rows; r += 2)
         mix<2>(scores + r, values, n, state.mixed + r * dim, dim, r ? nullptr : next_keys);
     if (r < rows) mix<1>(scores + r, values, n, state.mixed + r * dim, dim, r ? nullptr : next_keys);
@@ -170,21 +193,25 @@ void finish(const Problem& p, const Item& item, const State& state) {
 template <class T>
 struct Tile {
     const T *keys[TILE], *values[TILE];
+    Scales scales;  // set where there are any
     int n;
 
     void locate(const Problem& p, const Sequence& s, int64_t head, int64_t first, int64_t end) {
         n = end - first < TILE ? end - first : TILE;
         int64_t block = first / p.block_size, offset = first % p.block_size;
         for (int k = 0; k < TILE; k++) {
-            int64_t at = ((p.block_ids[s.table + block] * p.kv_heads + head) * p.block_size + offset) * p.dim;
-            keys[k] = (const T*)p.keys + at, values[k] = (const T*)p.values + at;
+            int64_t row = (p.block_ids[s.table + block] * p.kv_heads + head) * p.block_size + offset;
+            keys[k] = (const T*)p.keys + row * p.dim, values[k] = (const T*)p.values + row * p.dim;
+            if (sizeof(T) == 1)
+                scales.keys[k] = to_float(p.key_scales[row]), scales.values[k] = to_float(p.value_scales[row]);
             if (k + 1 < n && ++offset == p.block_size) block++, offset = 0;
         }
     }
 };
 
+// T: what q is in; C: what the cache is in.
 // memory: floats for q [ROWS][padded_dim], and for a tile of keys and one of values, [TILE][padded_dim] each.
-template <class T>
+template <class T, class C>
 void attend(const Problem& p, const Item& item, const State& state, float* memory) {
     const Sequence& s = p.sequences[item.sequence];
     const int64_t dim = p.padded_dim, first_row = item.tile * ROWS;
@@ -200,19 +227,20 @@ void attend(const Problem& p, const Item& item, const State& state, float* memor
     for (int r = 0; r < ROWS; r++) state.max[r] = -INFINITY, state.sum[r] = 0;
     memset(state.mixed, 0, ROWS * dim * sizeof(float));
 
-    const bool repack = p.dim != dim || (sizeof(T) < 4 && rows > 4);
+    const bool repack = p.dim != dim || (sizeof(C) < 4 && rows > 4);
     const int64_t start = s.first_key + item.span * SPAN;
     const int64_t end = start + SPAN < seen[rows - 1] ? start + SPAN : seen[rows - 1];
-    Tile<T> tiles[2];
+    Tile<C> tiles[2];
     if (start < end) tiles[0].locate(p, s, item.head, start, end);
     for (int64_t first = start, i = 0; first < end; first += TILE, i ^= 1) {
-        const Tile<T>&tile = tiles[i], *next = nullptr;
+        const Tile<C>&tile = tiles[i], *next = nullptr;
+        const Scales* scales = sizeof(C) == 1 ? &tile.scales : nullptr;
         if (first + TILE < end) tiles[i ^ 1].locate(p, s, item.head, first + TILE, end), next = &tiles[i ^ 1];
         int visible[ROWS];
         for (int r = 0; r < rows; r++) visible[r] = seen[r] - first < tile.n ? seen[r] - first : tile.n;
         if (!repack) {
-            const T* const* next_keys = next ? next->keys : nullptr;
-            take_in(q, tile.keys, tile.values, tile.n, visible, rows, dim, state, tile.values, next_keys);
+            const C* const* next_keys = next ? next->keys : nullptr;
+            take_in(q, tile.keys, tile.values, scales, tile.n, visible, rows, dim, state, tile.values, next_keys);
             continue;
         }
         const float *keys[TILE], *values[TILE];
@@ -220,9 +248,9 @@ void attend(const Problem& p, const Item& item, const State& state, float* memor
             keys[k] = key_tile + k * dim, values[k] = value_tile + k * dim;
             unpack(tile.keys[k], key_tile + k * dim, p.dim), unpack(tile.values[k], value_tile + k * dim, p.dim);
         }
-        const T* const* next_keys = next ? next->keys : nullptr;
-        const T* const* next_values = next ? next->values : nullptr;
-        take_in(q, keys, values, tile.n, visible, rows, dim, state, next_values, next_keys);
+        const C* const* next_keys = next ? next->keys : nullptr;
+        const C* const* next_values = next ? next->values : nullptr;
+        take_in(q, keys, values, scales, tile.n, visible, rows, dim, state, next_values, next_keys);
     }
 }
 
@@ -244,7 +272,7 @@ void merge(float* partials, int64_t count, int64_t dim) {
     }
 }
 
-template <class T>
+template <class T, class C>
 void run(const Problem& p, const Item* items, int64_t num_items, float* partials, int num_threads) {
     const int64_t dim = p.padded_dim, size = State::size(dim);
 #pragma omp parallel num_threads(num_threads)
@@ -253,7 +281,7 @@ void run(const Problem& p, const Item* items, int64_t num_items, float* partials
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < num_items; i++) {
             State state(items[i].partial < 0 ? memory : partials + items[i].partial * size);
-            attend<T>(p, items[i], state, memory + size);
+            attend<T, C>(p, items[i], state, memory + size);
             if (items[i].partial < 0) finish<T>(p, items[i], state);
         }
 #pragma omp for schedule(dynamic, 1)
@@ -271,13 +299,15 @@ void run(const Problem& p, const Item* items, int64_t num_items, float* partials
 
 // q [tokens, heads, dim], q_stride values from token to token; keys, values [blocks, kv_heads, block_size, dim];
 // sequences [num_sequences] of the struct above; block_ids of all, one after another. out [tokens, heads, dim] in fp32
-// or q's dtype; lse [tokens, heads] or null. Only the sequences' tokens are written. q, keys, values: fp32 or all bf16.
+// or q's dtype; lse [tokens, heads] or null. Only the sequences' tokens are written. q, keys, values: fp32 or all bf16;
+// or keys and values int8, where they have scales, [blocks, kv_heads, block_size] each, else null.
 KERNEL(paged_attention)(
-    const void* q, const void* keys, const void* values, const Sequence* sequences, const int64_t* block_ids, void* out,
-    float* lse, int64_t num_sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
-    int64_t q_stride, int64_t is_bf16, int64_t out_is_float, double scaling, int64_t num_threads) {
-    Problem p = {q, keys, values, sequences, block_ids, out, lse, heads, kv_heads, heads / kv_heads, dim,
-                 (dim + W - 1) / W * W, block_size, q_stride, (float)scaling, out_is_float != 0};
+    const void* q, const void* keys, const void* values, const bf16* key_scales, const bf16* value_scales,
+    const Sequence* sequences, const int64_t* block_ids, void* out, float* lse, int64_t num_sequences, int64_t heads,
+    int64_t kv_heads, int64_t dim, int64_t block_size, int64_t q_stride, int64_t is_bf16, int64_t out_is_float,
+    double scaling, int64_t num_threads) {
+    Problem p = {q, keys, values, key_scales, value_scales, sequences, block_ids, out, lse, heads, kv_heads,
+                 heads / kv_heads, dim, (dim + W - 1) / W * W, block_size, q_stride, (float)scaling, out_is_float != 0};
     int64_t num_items = 0, num_partials = 0, work = 0;
     for (int64_t s = 0; s < num_sequences; s++) {
         num_items += p.num_tiles(sequences[s]) * kv_heads * sequences[s].num_spans();
@@ -295,7 +325,9 @@ KERNEL(paged_attention)(
     float* partials = (float*)malloc((num_partials + 1) * State::size(p.padded_dim) * sizeof(float));
     const int64_t worth = 1 + work / 65536;  // waking a thread costs as much as reading so many values
     const int threads = worth < num_threads ? worth : num_threads;
-    is_bf16 ? run<bf16>(p, items, num_items, partials, threads) : run<float>(p, items, num_items, partials, threads);
+    auto whole = key_scales ? is_bf16 ? run<bf16, int8_t> : run<float, int8_t>
+                            : is_bf16 ? run<bf16, bf16> : run<float, float>;
+    whole(p, items, num_items, partials, threads);
     free(partials);
     free(items);
 }
