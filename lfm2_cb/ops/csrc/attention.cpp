@@ -7,6 +7,10 @@
 // by their sums of exponentials, as in flash decoding (Dao et al., 2023). Everything is accumulated in fp32.
 #include "simd.h"
 
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int ROWS = 16;   // rows of an item
@@ -48,10 +52,17 @@ struct Item {
     int64_t partial;  // which of the partial results is its own; -1: it is the whole result
 };
 
+// (gcc does not find these instructions in a vector conversion.)
 inline vec load(const int8_t* p) {
-    int8_t lanes __attribute__((vector_size(W)));
-    memcpy(&lanes, p, sizeof lanes);
-    return __builtin_convertvector(__builtin_convertvector(lanes, ivec), vec);
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    vec v;
+    for (int i = 0; i < W; i++) v[i] = p[i];
+    return v;
+#endif
 }
 
 inline float to_float(int8_t x) { return x; }
