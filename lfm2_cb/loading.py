@@ -60,9 +60,14 @@ def load_model(
         allow_pickle: also read `pytorch_model.bin` (by torch's restricted unpickler).
         weights: "int8" or "int4" quantises while loading, matrix by matrix; None: as the checkpoint is.
     Raises:
-        TypeError: not an LFM2, or quantised by others. UnsafeCheckpointError: pickles only. OSError: not there.
+        TypeError: not an LFM2, quantised by others, or GGUF. UnsafeCheckpointError: pickles only. OSError: not there.
         ValueError: other `weights` than the checkpoint has.
     """
+    if _is_gguf(Path(path)):
+        raise TypeError(
+            f"{path} is GGUF, which lfm2_cb does not read: Lfm2ForCausalLM.from_pretrained(folder, gguf_file=name) "
+            "dequantises it into a model that the generator takes"
+        )
     config, _ = PreTrainedConfig.get_config_dict(path)
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:  # transformers would only warn, and start from random weights
@@ -134,6 +139,10 @@ def _is_pickle(path: Path) -> bool:
     return path.is_dir() and not any(path.glob("*.safetensors")) and any(path.glob("*.bin"))
 
 
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" or (not (path / "config.json").is_file() and any(path.glob("*.gguf")))
+
+
 def describe_files(path: str) -> dict[str, Any]:
     """Name → bytes of a checkpoint folder's configuration and weights; empty for a hub id."""
     folder = Path(path)
@@ -157,6 +166,7 @@ def as_lfm2_cb(model: Any, weights: str | None = None) -> Lfm2CbForCausalLM:
         raise TypeError(
             f"lfm2_cb runs LFM2 models, got {type(model).__name__} (unwrap adapters and data-parallel wrappers first)"
         )
+    weights_of(model)  # nobody else's quantisation, or it says whose
     if weights is not None:
         check_weights(weights)
         check_adoptable(model)

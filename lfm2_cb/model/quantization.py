@@ -27,6 +27,9 @@ QUANT_METHOD = "lfm2_cb"
 #: what `weights=` may be → bits of the layers' matrices. (Embedding and head have 8 in both: one matrix, where tied.)
 WEIGHTS = {"int8": 8, "int4": 4}
 
+#: where torch's own quantised layers are defined
+TORCH_QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
+
 #: the end of what is said to models that others have quantised
 OTHERS_REFUSED = 'which lfm2_cb does not run: load it in full precision, and pass weights="int8" or "int4"'
 
@@ -134,16 +137,22 @@ def quantize(model: PreTrainedModel, weights: str) -> Lfm2CbForCausalLM:
     """A new model with low-bit weights; the given one is left as it is, and shares nothing with it.
 
     Args: model: one of ours or a stock `Lfm2ForCausalLM`, in full precision; weights: "int8" or "int4".
-    Raises: ValueError: another `weights`; weights that are not finite.
+    Raises: ValueError: another `weights`; weights that are not finite. TypeError: parameters that a plain model does not
+    have (adapters).
     """
     fields = {k: v for k, v in model.config.to_dict().items() if k != "model_type"}
     config = Lfm2CbForCausalLM.config_class(**fields, quantization_config=Lfm2CbQuantizationConfig(weights))
     config._attn_implementation = model.config._attn_implementation
     with torch.device("meta"):
         new = Lfm2CbForCausalLM(config).to(model.dtype)
+    plain = {name for name, _ in new.named_parameters(remove_duplicate=False)}
     parts = {name: list(module.parts) for name, module in new.named_modules() if isinstance(module, FusedLinear)}
     replace_layers(new, weights)
     source = dict(model.named_parameters(remove_duplicate=False))
+    if isinstance(model, Lfm2CbForCausalLM) and (surplus := source.keys() - plain):
+        raise TypeError(
+            f"{min(surplus)} is no parameter of a plain model: merge adapters before asking for {weights!r}"
+        )
     for name, module in new.named_modules():
         for leaf, empty in list(module.named_parameters(recurse=False)):
             full_name = f"{name}.{leaf}"
@@ -179,9 +188,13 @@ def weights_of(model: PreTrainedModel) -> str | None:
     if quantizer is not None:
         method = quantizer.quantization_config.quant_method
         raise TypeError(f"the model is quantised by {getattr(method, 'value', method)!r}, {OTHERS_REFUSED}")
-    for name, parameter in model.named_parameters():
-        if type(parameter.data) is not torch.Tensor:
-            raise TypeError(f"{name} is a {type(parameter.data).__name__}, {OTHERS_REFUSED}")
+    for name, parameter in model.named_parameters():  # torchao swaps the data, bitsandbytes and GGUF the class
+        kind = type(parameter.data) if type(parameter) is nn.Parameter else type(parameter)
+        if kind is not torch.Tensor:
+            raise TypeError(f"{name} is a {kind.__name__}, {OTHERS_REFUSED}")
+    for name, module in model.named_modules():  # torch's own hold no parameters
+        if type(module).__module__.startswith(TORCH_QUANTIZED):
+            raise TypeError(f"{name} is a {type(module).__module__}.{type(module).__name__}, {OTHERS_REFUSED}")
     return None
 
 

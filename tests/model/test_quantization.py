@@ -9,10 +9,11 @@ import sys
 
 import pytest
 import torch
+import transformers
 from helpers import demo_prompts, ours, random_prompts, random_stock
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Lfm2ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Lfm2ForCausalLM, pipeline
 
 import lfm2_cb
 from lfm2_cb import ContinuousBatchingGenerator, Lfm2CbForCausalLM
@@ -20,6 +21,7 @@ from lfm2_cb.cli import main
 from lfm2_cb.loading import as_lfm2_cb, load_model
 from lfm2_cb.model.quantization import Lfm2CbQuantizationConfig, quantize
 from lfm2_cb.ops.quantized import QuantizedEmbedding, QuantizedLinear
+from lfm2_cb.scoring import Scorer
 
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))
 WEIGHTS = ["int8", "int4"]
@@ -266,6 +268,97 @@ def test_a_live_model_with_layers_of_others_is_refused_by_name():
     for weights in (None, "int8"):
         with pytest.raises(TypeError, match="Linear8bitLt"):
             as_lfm2_cb(stock, weights)
+
+
+def test_our_layers_swapped_for_others_are_refused_by_name():
+    """As bitsandbytes does by hand: a linear of its own, whose parameter is of its own class."""
+
+    class Int8Params(nn.Parameter):
+        pass
+
+    model = ours(random_stock(1))
+    layer = next(m for n, m in model.named_modules() if n.endswith("feed_forward.w2"))
+    layer.weight = Int8Params(layer.weight.data)
+    for weights in (None, "int8"):
+        with pytest.raises(TypeError, match=r"feed_forward.w2.weight is a Int8Params.*weights="):
+            as_lfm2_cb(model, weights)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchs_dynamic_quantisation_is_refused_by_name():
+    model = ours(random_stock(1))
+    name = next(n for n, _ in model.named_modules() if n.endswith("feed_forward.w2"))
+    model.set_submodule(name, torch.ao.nn.quantized.dynamic.Linear(8, 8))
+    for weights in (None, "int8"):
+        with pytest.raises(TypeError, match="feed_forward.w2 is a torch.ao"):
+            as_lfm2_cb(model, weights)
+
+
+def test_adapters_in_our_model_are_not_left_out_in_silence():
+    model = ours(random_stock(1))
+    layer = next(m for n, m in model.named_modules() if n.endswith("feed_forward"))
+    layer.lora_A = nn.Linear(3, 3)
+    assert as_lfm2_cb(model) is model
+    with pytest.raises(TypeError, match="lora_A.* merge adapters"):
+        as_lfm2_cb(model, "int8")
+
+
+def faces(model):
+    """Every way to hand over a live model."""
+    yield lambda: ContinuousBatchingGenerator(model)
+    yield lambda: ContinuousBatchingGenerator(model, weights="int8")
+    yield lambda: Scorer(model)
+    if isinstance(model, lfm2_cb.Lfm2CbForCausalLM):
+        yield lambda: model.generate_batch([[1, 5, 9]])
+    tokenizer = AutoTokenizer.from_pretrained(lfm2_cb.demo_model_path())
+    yield lambda: pipeline("text-generation", model=model, tokenizer=tokenizer, generator="cb")
+
+
+@pytest.mark.parametrize("loaded", [False, True])
+@pytest.mark.parametrize("model_class", [Lfm2ForCausalLM, lfm2_cb.Lfm2CbForCausalLM])
+def test_what_torchao_quantised_is_refused_by_name(model_class, loaded, tmp_path):
+    """The real library, where it is installed: on a live model, while loading, and saved."""
+    torchao = pytest.importorskip("torchao.quantization")
+    config, path = torchao.Int8WeightOnlyConfig(), lfm2_cb.demo_model_path()
+    how = {"quantization_config": transformers.TorchAoConfig(config)} if loaded else {}
+    model = model_class.from_pretrained(path, dtype=torch.float32, **how)
+    if not loaded:
+        torchao.quantize_(model, config)
+    for face in faces(model):
+        with pytest.raises(
+            TypeError, match="'torchao', which lfm2_cb" if loaded else "is a Int8Tensor, which lfm2_cb"
+        ):
+            face()
+    if loaded and model_class is Lfm2ForCausalLM:
+        model.save_pretrained(tmp_path)
+        with pytest.raises(TypeError, match="checkpoint is quantised by 'torchao'"):
+            ContinuousBatchingGenerator(str(tmp_path))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("model_class", [Lfm2ForCausalLM, lfm2_cb.Lfm2CbForCausalLM])
+def test_what_bitsandbytes_quantised_is_refused_by_name(model_class, bits):
+    """The real library, where it is installed, through transformers and by hand."""
+    bnb = pytest.importorskip("bitsandbytes")
+    config = transformers.BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+    path = lfm2_cb.demo_model_path()
+    model = model_class.from_pretrained(path, dtype=torch.float32, quantization_config=config)
+    for face in faces(model):
+        with pytest.raises(TypeError, match="'bitsandbytes', which lfm2_cb"):
+            face()
+    model = model_class.from_pretrained(path, dtype=torch.float32)
+    kind = bnb.nn.Linear8bitLt if bits == 8 else bnb.nn.Linear4bit
+    model.model.layers[0].feed_forward.w2 = kind(8, 8, bias=False)
+    for face in faces(model):
+        with pytest.raises(TypeError, match="w2.weight is a (Int8Params|Params4bit), which lfm2_cb"):
+            face()
+
+
+def test_gguf_is_refused_by_name_with_a_way_out(tmp_path):
+    (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+    for path in (tmp_path, tmp_path / "model-Q4_K_M.gguf"):
+        with pytest.raises(TypeError, match="GGUF.*gguf_file"):
+            ContinuousBatchingGenerator(str(path))
 
 
 def test_the_stock_class_is_refused_by_name(tmp_path):
