@@ -137,8 +137,7 @@ def quantize(model: PreTrainedModel, weights: str) -> Lfm2CbForCausalLM:
     """A new model with low-bit weights; the given one is left as it is, and shares nothing with it.
 
     Args: model: one of ours or a stock `Lfm2ForCausalLM`, in full precision; weights: "int8" or "int4".
-    Raises: ValueError: another `weights`; weights that are not finite. TypeError: parameters that a plain model does not
-    have (adapters).
+    Raises: ValueError: another `weights`; weights that are not finite. TypeError: adapters.
     """
     fields = {k: v for k, v in model.config.to_dict().items() if k != "model_type"}
     config = Lfm2CbForCausalLM.config_class(**fields, quantization_config=Lfm2CbQuantizationConfig(weights))

@@ -284,13 +284,13 @@ def test_our_layers_swapped_for_others_are_refused_by_name():
             as_lfm2_cb(model, weights)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor")
 def test_torchs_dynamic_quantisation_is_refused_by_name():
     model = ours(random_stock(1))
     name = next(n for n, _ in model.named_modules() if n.endswith("feed_forward.w2"))
     model.set_submodule(name, torch.ao.nn.quantized.dynamic.Linear(8, 8))
     for weights in (None, "int8"):
-        with pytest.raises(TypeError, match="feed_forward.w2 is a torch.ao"):
+        with pytest.raises(TypeError, match=r"feed_forward\.w2 is a torch\.ao"):
             as_lfm2_cb(model, weights)
 
 
@@ -299,7 +299,7 @@ def test_adapters_in_our_model_are_not_left_out_in_silence():
     layer = next(m for n, m in model.named_modules() if n.endswith("feed_forward"))
     layer.lora_A = nn.Linear(3, 3)
     assert as_lfm2_cb(model) is model
-    with pytest.raises(TypeError, match="lora_A.* merge adapters"):
+    with pytest.raises(TypeError, match=r"lora_A.* merge adapters"):
         as_lfm2_cb(model, "int8")
 
 
@@ -350,14 +350,14 @@ def test_what_bitsandbytes_quantised_is_refused_by_name(model_class, bits):
     kind = bnb.nn.Linear8bitLt if bits == 8 else bnb.nn.Linear4bit
     model.model.layers[0].feed_forward.w2 = kind(8, 8, bias=False)
     for face in faces(model):
-        with pytest.raises(TypeError, match="w2.weight is a (Int8Params|Params4bit), which lfm2_cb"):
+        with pytest.raises(TypeError, match=r"w2\.weight is a (Int8Params|Params4bit), which lfm2_cb"):
             face()
 
 
 def test_gguf_is_refused_by_name_with_a_way_out(tmp_path):
     (tmp_path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
     for path in (tmp_path, tmp_path / "model-Q4_K_M.gguf"):
-        with pytest.raises(TypeError, match="GGUF.*gguf_file"):
+        with pytest.raises(TypeError, match=r"GGUF.*gguf_file"):
             ContinuousBatchingGenerator(str(path))
 
 
