@@ -28,7 +28,9 @@ from .engine.loop import BrokenError
 from .generator import ContinuousBatchingGenerator
 from .handover import refuse
 from .loading import default_dtype, describe_files, load_model, load_tokenizer
+from .model.hybrid_cache import CACHE_DTYPES
 from .model.quantization import WEIGHTS
+from .ops.native import KERNELS, NativeUnavailable
 from .scheduling.policies import POLICIES
 
 #: flags of `generate` that are generation options, with their types
@@ -59,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(f"stopped{_advice(args)}", 130)
     except (OutputError, BrokenError) as error:
         return _say(f"stopped: {error}{_advice(args)}", 1)
-    except (ValueError, TypeError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+    except (ValueError, TypeError, OSError, MemoryError, torch.OutOfMemoryError, NativeUnavailable) as error:
         return _say(f"error: {error}", 2)
 
 
@@ -114,6 +116,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("model", help="folder or id of an LFM2 checkpoint")
     add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: what this hardware multiplies best")
     add("--weights", choices=list(WEIGHTS), help="store and stream them in so few bits; default: as the checkpoint is")
+    add("--kernels", default="auto", choices=list(KERNELS), help="auto: native on a CPU with a C++ compiler")
+    cache_dtypes = [name for name in CACHE_DTYPES if name]
+    add(
+        "--cache-dtype",
+        choices=cache_dtypes,
+        help="store K/V in 8 bits, for nearly twice the tokens; default: as it is",
+    )
     add("--device", help='"cpu", "cuda", ...; default: CUDA where there is one')
     add("--cache-memory", default="2GiB")
     add("--max-batch-tokens", type=int, default=2048)
@@ -136,8 +145,9 @@ def _generate(args: argparse.Namespace) -> int:
     if to_pipe and (args.overwrite or args.retry_errors):
         raise UsageError("--overwrite and --retry-errors go with an output file")
     config = None if args.generation_config is None else _generation_config(args.generation_config)
+    named = ("model", "weights", "cache_dtype", "input", "column", "keep", "ordered")
     record = {
-        **{name: getattr(args, name) for name in ("model", "weights", "input", "column", "keep", "ordered")},
+        **{name: getattr(args, name) for name in named},
         **{"dtype": str(_dtype(args)), "model_files": describe_files(args.model), "input_identity": source.identity},
         **{"options": options, "generation_config": None if config is None else config.to_dict()},
     }
@@ -227,6 +237,8 @@ def _make_generator(args: argparse.Namespace) -> ContinuousBatchingGenerator:
         prefix_caching=not args.no_prefix_caching,
         policy=args.policy,
         drafting=args.drafting,
+        kernels=args.kernels,
+        cache_dtype=args.cache_dtype,
     )
 
 
@@ -248,7 +260,10 @@ def _serve(arguments: Sequence[str]) -> int:
         server = importlib.import_module(name)
     except ImportError as error:
         return _say(f"error: lfm2-cb serve needs the extra: pip install 'lfm2-cb[serve]' ({error})", 2)
-    return server.main(list(arguments)) or 0
+    parser = argparse.ArgumentParser("lfm2-cb serve", description="An OpenAI-compatible server.")
+    server.add_serve_arguments(parser)
+    server.main(parser.parse_args(arguments))
+    return 0
 
 
 def _advice(args: argparse.Namespace) -> str:

@@ -6,7 +6,7 @@ import copy
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -23,8 +23,8 @@ from .loading import as_lfm2_cb
 from .manager_config import check_config, generator_options
 from .manager_outputs import (
     BatchProcessor,
-    CbGenerationOutput,
     LiveRequest,
+    OutputReader,
     OutputRouter,
     ProcessedLogprobs,
     SchedulerView,
@@ -41,7 +41,7 @@ logger = logging.get_logger("transformers.lfm2_cb")
 QUEUE_TIMEOUT = 10
 
 
-class Lfm2CbManager(ContinuousBatchingManager):
+class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
     """Stock's manager in name, type and behaviour; all that it does is done here, by our engine in a thread.
 
     What is better than in stock: any option of `generate()` goes with a request; a cancelled request gets a last
@@ -306,39 +306,6 @@ class Lfm2CbManager(ContinuousBatchingManager):
             if entry is not None and self._generator is not None:
                 self._generator.engine.cancel(entry.request)
         self._wake_up_loop.set()
-
-    # Results out
-
-    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> CbGenerationOutput | None:
-        """Wait for the next output, of one request or of any.
-
-        Returns: None after `timeout` seconds, or where none will come: not running, or no such request.
-        """
-
-        def is_over() -> bool:
-            return self._is_silent() or (request_id is not None and request_id not in self._live)
-
-        return self.output_router.get(request_id, is_over, timeout)
-
-    def _is_silent(self) -> bool:
-        status = self.background_thread_status
-        return self._generation_thread is None or status.local_status == status.STOPPED
-
-    def __iter__(self) -> Iterator[CbGenerationOutput]:
-        """Outputs as they come, until the manager is stopped and all are out."""
-        while (output := self.get_result()) is not None:
-            yield output
-
-    def request_id_iter(self, request_id: str) -> Iterator[CbGenerationOutput]:
-        """Outputs of one request until its last."""
-        while (output := self.get_result(request_id)) is not None:
-            yield output
-            if output.is_finished():
-                return
-
-    def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
-        """Have `callback(output)` called on the running event loop for every output, early ones included."""
-        self.output_router.register(request_id, callback)
 
     # The thread
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, PreTrainedModel
@@ -9,6 +10,24 @@ from transformers.generation.continuous_batching.utils import get_device_and_mem
 
 from .model.hybrid_cache import CachePlan
 from .options import UnsupportedOptionError
+from .scheduling.policies import Policy
+
+
+@dataclass
+class Lfm2CbBatchingConfig(ContinuousBatchingConfig):
+    """Stock's configuration with options of our generator beside its own: each as in `ContinuousBatchingGenerator`.
+
+    (`weights` are the model's: load it with `load_model(path, weights="int8")`.)
+    """
+
+    policy: str | Policy = "fcfs"
+    drafting: str = "none"
+    kernels: str = "auto"
+    cache_dtype: str | None = None
+
+
+#: what `Lfm2CbBatchingConfig` adds
+OURS = ("policy", "drafting", "kernels", "cache_dtype")
 
 #: what the engine takes where the config does not say
 DEFAULTS = {"max_batch_tokens": 2048, "max_sequences": 256, "cache_memory": 2 * 2**30, "block_size": 64}
@@ -62,7 +81,7 @@ def check_config(config: ContinuousBatchingConfig) -> None:
     for name, value in vars(config).items():
         if name in REFUSED and value not in REFUSED[name]:
             raise UnsupportedOptionError(f"ContinuousBatchingConfig.{name}={value!r} is not supported by lfm2_cb")
-        if name not in HONOURED | INERT | REFUSED.keys():
+        if name not in HONOURED.union(INERT, REFUSED, OURS):
             raise UnsupportedOptionError(f"ContinuousBatchingConfig.{name} is not known to lfm2_cb")
 
 
@@ -80,6 +99,7 @@ def generator_options(config: ContinuousBatchingConfig, model: PreTrainedModel) 
     }
     options = {name: DEFAULTS[name] if value is None else value for name, value in options.items()}
     options["prefix_caching"] = bool(config.allow_block_sharing)
+    options |= {name: getattr(config, name) for name in OURS if hasattr(config, name)}
     if config.num_blocks is not None:
         cache_memory = _bytes_of(config.num_blocks, options, model)
     elif config.max_memory_percent is not None:
@@ -99,5 +119,6 @@ def _bytes_of(num_blocks: int, options: dict[str, Any], model: PreTrainedModel) 
         num_slots=num_slots,
         dtype=model.dtype,
         checkpoints=options["prefix_caching"],
+        cache_dtype=options.get("cache_dtype"),
     )
     return num_blocks * plan.bytes_per_block + (num_slots + 1) * plan.bytes_per_state

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import lfm2_cb
 from lfm2_cb.cli import main
+from lfm2_cb.ops import native
 
 MODEL = lfm2_cb.demo_model_path()
 FAST = ["--max-new-tokens", "4", "--no-do-sample", "--dtype", "float32", "--cache-memory", "16MiB", "--quiet"]
@@ -105,6 +106,7 @@ def test_errors_are_kept_and_can_be_run_again(folder, capsys):
         (["--output", "o.jsonl", "--policy", "luck"], "unknown scheduling policy 'luck'"),
         (["--output", "o.jsonl", "--max-sequences", "-1"], "max_sequences must be"),
         (["--output", "o.jsonl", "--device", "abacus"], "--device abacus"),
+        (["--output", "o.jsonl", "--kernels", "native", "--dtype", "float16"], "kernels='native'"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(folder, capsys, flags, message):
@@ -123,11 +125,22 @@ def test_another_model_or_none_is_refused(folder, capsys):
         assert message in capsys.readouterr().err
 
 
+def expected_kernels():
+    try:
+        return f"native, {native.load().isa}\n"
+    except native.NativeUnavailable:
+        return "torch\n"
+
+
 def test_info_and_bench(capsys):
     assert main(["info", MODEL, "--dtype", "float32", "--cache-memory", "64MiB"]) == 0
     said = capsys.readouterr().out
     for part in ("Lfm2CbForCausalLM", "torch.float32, cpu", "blocks of 64 tokens", "4 short convolution", "kernels"):
         assert part in said
+    assert f"kernels        {expected_kernels()}" in said
+    assert main(["info", MODEL, "--cache-memory", "64MiB", "--kernels", "torch", "--cache-dtype", "int8"]) == 0
+    said = capsys.readouterr().out
+    assert "kernels        torch\n" in said and "tokens in int8)" in said
     size = ["--prompts", "4", "--prompt-tokens", "8", "--max-new-tokens", "4", "--stock"]
     assert main(["bench", MODEL, "--dtype", "float32", "--cache-memory", "64MiB", *size]) == 0
     said = capsys.readouterr().out

@@ -14,14 +14,17 @@ from transformers.generation.continuous_batching import ContinuousBatchingManage
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 import lfm2_cb
+from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb import manager as manager_module
 from lfm2_cb.manager import Lfm2CbManager
-from lfm2_cb.manager_config import HONOURED, INERT, REFUSED
+from lfm2_cb.manager_config import HONOURED, INERT, REFUSED, Lfm2CbBatchingConfig
+from lfm2_cb.manager_outputs import OutputReader
 from lfm2_cb.options import UnsupportedOptionError
 from lfm2_cb.prompts import PromptError
 from lfm2_cb.scheduling.scheduler import RequestTooLarge
 
 STOCK_CLASS = transformers.Lfm2ForCausalLM
+PROMPTS = [[5, 9, 13, 8], [7, 7, 4]]
 GREEDY = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=-1)
 LONG = [3 + i % 50 for i in range(200)]  # three whole blocks of 64
 
@@ -149,8 +152,9 @@ def test_stock_models_get_the_protocol_by_enable_only(enabled):
 def test_the_manager_is_stocks_in_type_and_surface(manager):
     assert isinstance(manager, ContinuousBatchingManager)
     public = {name for name in vars(ContinuousBatchingManager) if not name.startswith("_")}
-    assert public - {"switch_to_cb_friendly_attn"} <= vars(Lfm2CbManager).keys()  # none of it works by accident
-    assert {"__iter__"} <= vars(Lfm2CbManager).keys()
+    ours = vars(Lfm2CbManager).keys() | vars(OutputReader).keys()
+    assert public - {"switch_to_cb_friendly_attn"} <= ours  # none of it works by accident
+    assert {"__iter__"} <= ours
 
 
 # Requests and results
@@ -446,6 +450,31 @@ def test_config_fields_are_honoured(model):
     assert engine(max_memory_percent=0.001).config.cache_memory != engine().config.cache_memory
     with pytest.raises(TypeError, match="ContinuousBatchingConfig"):
         model.init_continuous_batching(GREEDY, {"page_size": 32})
+
+
+def test_options_of_our_generator_go_with_our_config(model, stock):
+    def engine(**fields):
+        manager = model.init_continuous_batching(GREEDY, Lfm2CbBatchingConfig(**fields))
+        manager.warmup()
+        return manager.batch_processor.engine
+
+    assert engine(kernels="torch").runner.native is None
+    assert engine(policy="batch", drafting="auto").config.drafting == "auto"
+    low = engine(cache_dtype="int8", num_blocks=7, page_size=32)
+    assert low.plan.num_blocks == 7 and low.plan.cache_dtype == "int8" and low.config.block_size == 32
+    for wrong, message in (({"cache_dtype": "int3"}, "cache_dtype"), ({"kernels": "fast"}, "kernels")):
+        with pytest.raises(ValueError, match=message):
+            engine(**wrong)
+    config = Lfm2CbBatchingConfig(drafting="auto", kernels="torch")
+    answers = model.generate_batch(PROMPTS[:2], GREEDY, config)
+    assert tokens(answers) == tokens(model.generate_batch(PROMPTS[:2], GREEDY))
+
+
+def test_a_model_with_low_bit_weights_speaks_the_protocol():
+    model = lfm2_cb.load_model(lfm2_cb.demo_model_path(), torch.float32, weights="int8")
+    with ContinuousBatchingGenerator(model, cache_memory="16MiB") as generator:
+        expected = [o.token_ids for o in generator.generate(PROMPTS[:2], GREEDY)]
+    assert tokens(model.generate_batch(PROMPTS[:2], GREEDY)) == expected
 
 
 def test_a_full_queue_is_waited_for_and_then_refused(model, monkeypatch):

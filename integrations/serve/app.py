@@ -15,7 +15,7 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.utils import logging
 
-from lfm2_cb import Lfm2CbForCausalLM, default_dtype
+from lfm2_cb.loading import as_lfm2_cb, load_model
 from lfm2_cb.protocol import init_continuous_batching
 
 from .choices import GenerationFailed
@@ -40,6 +40,7 @@ def build_app(
     max_request_bytes: int = 4 * 2**20,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
+    weights: str | None = None,
 ) -> FastAPI:
     """An ASGI application over one model, whose engine runs until the application is shut down.
 
@@ -50,12 +51,15 @@ def build_app(
         max_queue: sequences that may wait; a request beyond it is answered with 429.
         max_request_bytes: of a request's body; 413 beyond.
         continuous_batching_config: the engine's limits; see `lfm2_cb.manager_config`.
+        weights: "int8" or "int4", as in `ContinuousBatchingGenerator`.
         chat_template_kwargs: given to the chat template of every request.
     """
     if isinstance(model, str):
         name = name or model
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-        model = Lfm2CbForCausalLM.from_pretrained(model, dtype=default_dtype())
+        model = load_model(model, weights=weights)
+    else:
+        model = as_lfm2_cb(model, weights)
     if tokenizer is None:
         raise ValueError("a loaded model needs its tokenizer")
     if max_queue < 1 or max_request_bytes < 1:

@@ -7,7 +7,6 @@ import torch
 from ..generator import ContinuousBatchingGenerator
 from ..model.configuration import layers_of_type
 from ..model.quantization import num_weights, weights_of
-from ..ops.linear import PackedLinear
 
 
 def describe(generator: ContinuousBatchingGenerator) -> str:
@@ -25,7 +24,7 @@ def describe(generator: ContinuousBatchingGenerator) -> str:
             f"layers         {len(conv)} short convolution + {len(attention)} attention, "
             f"hidden {config.hidden_size}, up to {config.max_position_embeddings:,} tokens",
             f"dtype, device  {model.dtype}, {model.device}, {torch.get_num_threads()} threads",
-            f"kernels        {kernel_path(model.device)}",
+            f"kernels        {kernel_path(generator)}",
             f"weights        {weights / mib:,.1f} MiB, {weights_of(model) or 'in full precision'}",
             f"cache          {plan}",
             f"               a block is {plan.bytes_per_block:,} bytes "
@@ -38,8 +37,7 @@ def describe(generator: ContinuousBatchingGenerator) -> str:
     )
 
 
-def kernel_path(device: torch.device) -> str:
-    """Which implementations run."""
-    if device.type == "cpu" and PackedLinear.transposed:
-        return "torch; fp32 products of few rows transposed"
-    return "torch"
+def kernel_path(generator: ContinuousBatchingGenerator) -> str:
+    """Which implementations run: "native, avx2" (or another instruction set), or "torch"."""
+    native = generator.engine.runner.native
+    return "torch" if native is None else f"native, {native.isa}"

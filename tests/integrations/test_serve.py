@@ -469,16 +469,10 @@ def test_the_command_serves_until_interrupted():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    code = """
-import argparse
-from lfm2_cb.integrations.serve import add_serve_arguments, main
-parser = argparse.ArgumentParser()
-add_serve_arguments(parser)
-main(parser.parse_args())
-"""
     arguments = [lfm2_cb.demo_model_path(), "--port", str(port), "--name", "tiny", "--num-blocks", "64"]
+    arguments += ["--weights", "int8", "--cache-dtype", "int8"]
     environment = {**os.environ, "LFM2_CB_API_KEY": KEY}
-    with subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment) as process:
+    with subprocess.Popen([sys.executable, "-m", "lfm2_cb", "serve", *arguments], env=environment) as process:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
         deadline = time.monotonic() + 60
         while True:
