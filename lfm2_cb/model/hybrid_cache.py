@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..ops.kv_blocks import KVBlocks, bytes_per_row, copy_block, make_blocks, write_rows
+from ..ops.native import NativeKernels
 from .configuration import head_dim, layers_of_type
 
 #: what `cache_dtype=` may be → the dtype of K/V; None: the model's
@@ -112,10 +113,17 @@ class HybridCache:
         assert self.plan.checkpoints
         return 1 + self.plan.num_slots + block_id
 
-    def write_kv(self, layer_idx: int, slot_mapping: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def write_kv(
+        self,
+        layer_idx: int,
+        slot_mapping: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        native: NativeKernels | None = None,
+    ) -> None:
         """Store k, v `[tokens, kv_heads, head_dim]`; arguments as in `ops.kv_blocks.write_rows`."""
-        write_rows(self.keys[layer_idx], slot_mapping, k)
-        write_rows(self.values[layer_idx], slot_mapping, v)
+        write_rows(self.keys[layer_idx], slot_mapping, k, native)
+        write_rows(self.values[layer_idx], slot_mapping, v, native)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block's K/V. (Its checkpoint is not: a block that is copied is not full, so it has none.)"""

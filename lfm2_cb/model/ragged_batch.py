@@ -159,7 +159,7 @@ class RaggedBatch:
         self, layer: Lfm2CbAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         i = layer.layer_idx
-        self.cache.write_kv(i, self.slot_mapping, k, v)
+        self.cache.write_kv(i, self.slot_mapping, k, v, self.native)
         keys, values = self.cache.keys[i], self.cache.values[i]
         whole = q, keys, values, self.cu_seqlens, self.kv_lens, self.block_tables, layer.scaling
         if self.shared_prefixes:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .native import NativeKernels
 from .quantized import quantize_int8
 
 
@@ -49,11 +50,22 @@ def bytes_per_row(head_dim: int, dtype: torch.dtype) -> int:
     return head_dim * dtype.itemsize + (torch.bfloat16.itemsize if dtype == torch.int8 else 0)
 
 
-def write_rows(blocks: KVBlocks, slot_mapping: torch.Tensor, rows: torch.Tensor) -> None:
+def write_rows(
+    blocks: KVBlocks, slot_mapping: torch.Tensor, rows: torch.Tensor, native: NativeKernels | None = None
+) -> None:
     """Store rows `[tokens, kv_heads, head_dim]`.
 
-    Args: slot_mapping: int64 `[tokens * kv_heads]`, (block_id * kv_heads + head) * block_size + offset.
+    Args:
+        slot_mapping: int64 `[tokens * kv_heads]`, (block_id * kv_heads + head) * block_size + offset.
+        native: rounds to 8 bits by the native kernel (`csrc/kv_blocks.cpp`; rows then are fp32 or bf16, on CPU), to
+            the same bits as torch.
     """
+    if isinstance(blocks, Int8Blocks) and native is not None:
+        if rows.stride()[1:] != (rows.shape[2], 1):
+            rows = rows.contiguous()
+        size = *rows.shape, rows.stride(0), int(rows.dtype == torch.bfloat16)
+        native.call("write_int8_rows", rows, slot_mapping, blocks.values, blocks.scale, *size)
+        return
     rows = rows.flatten(0, 1)
     if isinstance(blocks, Int8Blocks):
         values, scale = quantize_int8(rows.float())

@@ -126,6 +126,28 @@ def test_rows_come_back_within_half_a_step_of_their_largest_value(dtype):
     assert ((got.double() - rows.double()).abs() <= 0.51 * step + 1e-30).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_the_kernel_stores_the_same_bits(kernels, dtype, seed):
+    """Also of rows that lie in a wider tensor, ties, zeros, huge and tiny values, and those that are not finite."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    heads, dim, tokens = rng.choice([1, 2, 8]), rng.choice([1, 4, 10, 40, 64, 100]), rng.choice([1, 7, 300])
+    wide = torch.randn(tokens, heads + 2, dim, generator=generator)
+    wide *= 10.0 ** torch.randint(-20, 20, (tokens, heads + 2, 1), generator=generator)
+    wide[::3] = torch.randint(-254, 255, wide[::3].shape, generator=generator) / 2
+    wide[-1, 0] = 0
+    rows = wide.to(dtype)[:, :heads]
+    slots = torch.randperm(tokens * heads, generator=generator)
+    expected, got = (make_blocks((tokens, heads, 1, dim), torch.int8, torch.device("cpu")) for _ in range(2))
+    write_rows(expected, slots, rows)
+    write_rows(got, slots, rows, kernels)
+    assert torch.equal(got.values, expected.values) and torch.equal(got.scale, expected.scale)
+    for broken in (torch.nan, torch.inf):
+        rows[0, 0, -1] = broken
+        write_rows(got, slots, rows, kernels)
+        assert not gather(got, slots[:1] // heads, 1)[:, slots[0] % heads].isfinite().all()
+
+
 def test_what_is_stored_of_a_row_does_not_depend_on_the_rows_beside_it():
     rows = torch.randn(40, 2, 32, generator=torch.Generator().manual_seed(0))
     together, apart = (make_blocks((10, 2, 4, 32), torch.int8, torch.device("cpu")) for _ in range(2))
