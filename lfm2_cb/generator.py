@@ -121,7 +121,7 @@ class ContinuousBatchingGenerator:
         )
         try:
             self.engine = Engine(self.model, config)
-        except RuntimeError as error:  # torch's CPU allocator has no class of its own
+        except (RuntimeError, MemoryError) as error:  # torch's CPU allocator has no class of its own
             if "allocate" not in str(error):
                 raise
             raise MemoryError(f"cache_memory={cache_memory!r} cannot be allocated: {error}") from error

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from ..ops.kv_blocks import KVBlocks, bytes_per_row, copy_block, make_blocks, write_rows
+from ..ops.kv_blocks import KVBlocks, bytes_per_row, copy_block, make_blocks, write_rows, zeros
 from ..ops.native import NativeKernels
 from .configuration import head_dim, layers_of_type
 
@@ -104,7 +104,7 @@ class HybridCache:
         kv_dtype = CACHE_DTYPES[plan.cache_dtype] or dtype
         self.keys: dict[int, KVBlocks] = {i: make_blocks(kv_shape, kv_dtype, device) for i in attention}
         self.values: dict[int, KVBlocks] = {i: make_blocks(kv_shape, kv_dtype, device) for i in attention}
-        self.conv_states = {i: torch.zeros(conv_shape, dtype=dtype, device=device) for i in conv}
+        self.conv_states = {i: zeros(conv_shape, dtype, device) for i in conv}
 
     def slot_row(self, state_slot: int) -> int:
         return 1 + state_slot
