@@ -15,7 +15,7 @@ from .native import NativeKernels, load
 
 #: rows up to which a product waits for the weights, read once at the memory's speed by `few_rows_linear` (`F.linear`
 #: falls to a fraction of the bandwidth there); beyond, it waits for the arithmetic, which is `many_rows_linear`'s
-FEW_ROWS = {torch.float32: 12, torch.bfloat16: 12}
+FEW_ROWS = {torch.float32: 8, torch.bfloat16: 12}
 #: rows for which `weight @ x.T` beats `x @ weight.T` in fp32 on CPU (measured: 2.5 × at 5 rows, 1.5 × at 64, 1.1 × at
 #: 256, slower beyond; equal at 1)
 TRANSPOSED_ROWS = range(2, 257)
@@ -29,9 +29,10 @@ def few_rows_linear(
     Args: x `[rows, in]`; weight `[out, in]`, contiguous; bias `[out]`; all fp32 or all bf16.
     Returns: `[rows, out]` in the same dtype.
     """
-    out = x.new_empty(len(x), len(weight))
+    (rows, inner), outputs = x.shape, weight.shape[0]
+    out = x.new_empty(rows, outputs)
     name = "few_rows_linear_f32" if weight.dtype == torch.float32 else "few_rows_linear_bf16"
-    native.call(name, x.contiguous(), weight, bias, out, *x.shape, len(weight))
+    native.call(name, x.contiguous(), weight, bias, out, rows, inner, outputs)
     return out
 
 
@@ -72,14 +73,15 @@ class PackedLinear(nn.Linear):
     transposed = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight, bias = self.weight, self.bias
-        if input.ndim != 2 or input.device.type != "cpu" or torch.is_grad_enabled() or input.dtype != weight.dtype:
+        weight, bias, dtype = self.weight, self.bias, input.dtype
+        if input.ndim != 2 or input.device.type != "cpu" or torch.is_grad_enabled() or dtype != weight.dtype:
             return F.linear(input, weight, bias)
-        if self.native and len(input) and weight.dtype in FEW_ROWS and weight.is_contiguous():
-            if len(input) <= FEW_ROWS[weight.dtype]:
+        rows = input.shape[0]
+        if self.native and rows and dtype in FEW_ROWS and weight.is_contiguous():
+            if rows <= FEW_ROWS[dtype]:
                 return few_rows_linear(load(), input, weight, bias)
-            if weight.dtype == torch.float32 or not has_bf16_units():
+            if dtype == torch.float32 or not has_bf16_units():
                 return many_rows_linear(load(), input, weight, bias)
-        if self.transposed and len(input) in TRANSPOSED_ROWS and input.dtype == torch.float32:
+        if self.transposed and rows in TRANSPOSED_ROWS and dtype == torch.float32:
             return transposed_linear(input, weight, bias)
         return F.linear(input, weight, bias)

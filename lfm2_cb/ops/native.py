@@ -79,7 +79,7 @@ class NativeKernels:
         if function is None:  # a kernel's parameters do not change their kinds from call to call
             function = self._functions[name] = getattr(self._library, f"{name}_{self.isa}")
             function.restype, function.argtypes = None, [*map(_c_type, args), ctypes.c_int64]
-        function(*[arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args], torch.get_num_threads())
+        function(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args], torch.get_num_threads())
 
 
 def _c_type(value: torch.Tensor | int | float | None) -> type:
