@@ -309,6 +309,75 @@ void compute_block(const Problem& p, const T* scales, const T* bias, T* out, int
     }
 }
 
+// 8 bits, few rows: what is waited for is memory. OUTS runs of weights are read side by side, each on and on, as the
+// processor foresees; the sums and their order are those of compute_block, so the results are the same to the bit.
+constexpr int64_t TASK = 48, LINE = 64, AHEAD = 512;  // outputs of a task; bytes of the cache's line, and of prefetch
+
+template <int ROWS, int OUTS, class T>
+void few_rows_tile(const Problem& p, const T* scales, const T* bias, T* out, int64_t output, int64_t apart) {
+    float acc[ROWS][OUTS], output_scales[OUTS];
+    for (int o = 0; o < OUTS; o++) {
+        output_scales[o] = to_float(scales[output + o * apart]);
+        for (int r = 0; r < ROWS; r++) acc[r][o] = bias ? to_float(bias[output + o * apart]) : 0.0f;
+    }
+    for (int64_t chunk = 0; chunk < p.chunks; chunk++) {
+        const int8_t* w = (const int8_t*)p.weights + output * p.stride + chunk * CHUNK;
+        const int16_t* x = p.inputs + chunk * ROWS * CHUNK;
+        const int64_t length = p.length(chunk), run = apart * p.stride;
+        Sums sums[OUTS][ROWS] = {};
+        int64_t k = 0;
+        for (; k + LINE <= length; k += LINE) {
+            UNROLLED for (int o = 0; o < OUTS; o++) __builtin_prefetch(w + o * run + k + AHEAD);
+            for (int64_t i = k; i < k + LINE; i += LANES) {
+                V weights[OUTS];
+                UNROLLED for (int o = 0; o < OUTS; o++) weights[o] = load_weights(w + o * run + i);
+                UNROLLED for (int r = 0; r < ROWS; r++) {
+                    const V inputs = load_inputs(x + r * CHUNK + i);
+                    UNROLLED for (int o = 0; o < OUTS; o++)
+                        sums[o][r] = multiply_add(sums[o][r], weights[o], inputs);
+                }
+            }
+        }
+        if (k < length)
+            for (int o = 0; o < OUTS; o++) {
+                int8_t rest[LINE] = {};  // what fills no line, and zeros, as behind the inputs
+                memcpy(rest, w + o * run + k, length - k);
+                for (int64_t i = 0; i < LINE; i += LANES)
+                    for (int r = 0; r < ROWS; r++)
+                        sums[o][r] = multiply_add(sums[o][r], load_weights(rest + i), load_inputs(x + r * CHUNK + k + i));
+            }
+        ivec4 folded[fours(ROWS * OUTS)] = {};
+        UNROLLED for (int r = 0; r < ROWS; r++)
+            UNROLLED for (int o = 0; o < OUTS; o++) folded[r * OUTS + o] = fold(sums[o][r]);
+        float totals[ROWS][PANEL];
+        store_sums<ROWS, OUTS>(folded, totals[0]);
+        for (int o = 0; o < OUTS; o++)
+            for (int r = 0; r < ROWS; r++)
+                acc[r][o] += totals[r][o] * (p.input_scales[chunk * ROWS + r] * output_scales[o]);
+    }
+    for (int o = 0; o < OUTS; o++)
+        for (int r = 0; r < ROWS; r++) assign(out + r * p.outputs + output + o * apart, acc[r][o]);
+}
+
+template <int ROWS, int OUTS, class T>
+void few_rows_task(const Problem& p, const T* scales, const T* bias, T* out, int64_t begin, int64_t end) {
+    const int64_t apart = (end - begin) / OUTS;
+    for (int64_t i = 0; i < apart; i++) few_rows_tile<ROWS, OUTS>(p, scales, bias, out, begin + i, apart);
+    for (int64_t o = begin + apart * OUTS; o < end; o++) few_rows_tile<ROWS, 1>(p, scales, bias, out, o, 0);
+}
+
+template <class T>
+void few_rows(const Problem& p, const T* scales, const T* bias, T* out, int64_t begin, int64_t end) {
+    switch (p.rows) {  // as many sums as the registers hold
+        case 1: return few_rows_task<1, 4>(p, scales, bias, out, begin, end);
+        case 2: return few_rows_task<2, 4>(p, scales, bias, out, begin, end);
+        case 3: return few_rows_task<3, 3>(p, scales, bias, out, begin, end);
+        case 4: return few_rows_task<4, 2>(p, scales, bias, out, begin, end);
+        case 5: return few_rows_task<5, 2>(p, scales, bias, out, begin, end);
+        default: return few_rows_task<6, 2>(p, scales, bias, out, begin, end);
+    }
+}
+
 // A chunk of one row to LIMIT by its largest value, which is returned over LIMIT. It is looked for among the bits, in
 // the order of the absolute values, so that a NaN is the largest and comes out. Beyond the row there are zeros.
 template <class T>
@@ -350,6 +419,11 @@ void linear(Problem p, const void* x, const void* scales, const void* bias, void
             const T* from = (const T*)x + row * p.width + chunk * CHUNK;
             input_scales[i] = round_chunk(from, p.length(chunk), inputs + i * CHUNK);
         }
+        if (std::is_same<Kind, Int8>::value && p.rows <= Int8::ROWS) {
+#pragma omp for schedule(static)
+            for (int64_t begin = 0; begin < p.outputs; begin += TASK)
+                few_rows(p, (const T*)scales, (const T*)bias, (T*)out, begin, smaller(begin + TASK, p.outputs));
+        } else
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < blocks * panels; i++) {
             const int64_t row = i / panels * ROW_BLOCK, output = i % panels * PANEL;
