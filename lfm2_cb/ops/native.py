@@ -50,6 +50,10 @@ ISAS: Mapping[str, tuple[str, ...]] = (
 )
 
 
+#: classes of arguments that go as they are
+PLAIN = frozenset((int, float, bool, type(None)))
+
+
 class NativeUnavailable(RuntimeError):
     """The native kernels cannot be had here; says why."""
 
@@ -79,7 +83,9 @@ class NativeKernels:
         if function is None:  # a kernel's parameters do not change their kinds from call to call
             function = self._functions[name] = getattr(self._library, f"{name}_{self.isa}")
             function.restype, function.argtypes = None, [*map(_c_type, args), ctypes.c_int64]
-        function(*[a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args], torch.get_num_threads())
+        # (`isinstance` asks torch's metaclass, which takes longer than the rest.)
+        pointers = [a if a.__class__ in PLAIN else a.data_ptr() for a in args]  # type: ignore[union-attr]
+        function(*pointers, torch.get_num_threads())
 
 
 def _c_type(value: torch.Tensor | int | float | None) -> type:
