@@ -24,10 +24,11 @@ class Lfm2CbBatchingConfig(ContinuousBatchingConfig):
     drafting: str = "none"
     kernels: str = "auto"
     cache_dtype: str | None = None
+    max_step_seconds: float | None = None
 
 
 #: what `Lfm2CbBatchingConfig` adds
-OURS = ("policy", "drafting", "kernels", "cache_dtype")
+OURS = ("policy", "drafting", "kernels", "cache_dtype", "max_step_seconds")
 
 #: what the engine takes where the config does not say
 DEFAULTS = {"max_batch_tokens": 2048, "max_sequences": 256, "cache_memory": 2 * 2**30, "block_size": 64}

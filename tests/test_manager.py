@@ -460,6 +460,7 @@ def test_options_of_our_generator_go_with_our_config(model, stock):
 
     assert engine(kernels="torch").runner.native is None
     assert engine(policy="batch", drafting="auto").config.drafting == "auto"
+    assert engine(max_step_seconds=0.5).config.max_step_seconds == 0.5
     low = engine(cache_dtype="int8", num_blocks=7, page_size=32)
     assert low.plan.num_blocks == 7 and low.plan.cache_dtype == "int8" and low.config.block_size == 32
     for wrong, message in (({"cache_dtype": "int3"}, "cache_dtype"), ({"kernels": "fast"}, "kernels")):

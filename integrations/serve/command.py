@@ -29,6 +29,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--weights", choices=["int8", "int4"], help="quantise while loading")
     group.add_argument("--kernels", choices=["auto", "native", "torch"])
     group.add_argument("--cache-dtype", choices=["int8"], help="store K/V in 8 bits")
+    group.add_argument("--max-step-seconds", type=float, help="how long answers may wait while prompts are prefilled")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -38,7 +39,7 @@ def main(args: argparse.Namespace) -> None:
     from .app import serve
 
     sizes = ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_memory_percent")
-    given = {name: getattr(args, name) for name in (*sizes, "kernels", "cache_dtype")}
+    given = {name: getattr(args, name) for name in (*sizes, "kernels", "cache_dtype", "max_step_seconds")}
     serve(
         args.model,
         weights=args.weights,

@@ -470,7 +470,7 @@ def test_the_command_serves_until_interrupted():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     arguments = [lfm2_cb.demo_model_path(), "--port", str(port), "--name", "tiny", "--num-blocks", "64"]
-    arguments += ["--weights", "int8", "--cache-dtype", "int8"]
+    arguments += ["--weights", "int8", "--cache-dtype", "int8", "--max-step-seconds", "0.5"]
     environment = {**os.environ, "LFM2_CB_API_KEY": KEY}
     with subprocess.Popen([sys.executable, "-m", "lfm2_cb", "serve", *arguments], env=environment) as process:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
