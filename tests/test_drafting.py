@@ -1,5 +1,6 @@
 """Speculative decoding: no guess changes a token, guesses are made where they pay, and nothing is kept."""
 
+import functools
 import itertools
 import math
 import random
@@ -107,13 +108,18 @@ def test_an_assistant_changes_no_token(target, stranger, same):
         idle(generator)
 
 
+@functools.cache
+def prompts_and_stocks_answers(target, seed, new):
+    prompts = repetitive_prompts(8, seed=seed)
+    return prompts, [stock_greedy(target, p, new) for p in prompts]
+
+
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_guesses_under_preemption_and_prefix_hits(target, stranger, data):
     """A tight cache, shared prefixes, forks, both drafters, always guessing: tokens stay stock's."""
-    prompts = repetitive_prompts(8, seed=data.draw(st.integers(0, 3), label="prompts"))
     new = 16
-    expected = [stock_greedy(target, p, new) for p in prompts]
+    prompts, expected = prompts_and_stocks_answers(target, data.draw(st.integers(0, 3), label="prompts"), new)
     block_size = data.draw(st.sampled_from([1, 4, 16]), label="block size")
     needed = max(-(-(len(p) + new) // block_size) for p in prompts)
     config = EngineConfig(
