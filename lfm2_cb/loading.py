@@ -32,6 +32,7 @@ from .model.quantization import (
     quantize,
     weights_of,
 )
+from .ops.linear import has_bf16_units
 
 #: what a checkpoint's config.json may call itself
 MODEL_TYPES = ("lfm2", Lfm2CbConfig.model_type)
@@ -45,7 +46,7 @@ class UnsafeCheckpointError(ValueError):
 
 def default_dtype() -> torch.dtype:
     """bfloat16 where the hardware multiplies it (CUDA, AMX or AVX512-BF16), else float32."""
-    if torch.cuda.is_available() or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported():
+    if torch.cuda.is_available() or has_bf16_units():
         return torch.bfloat16
     return torch.float32
 

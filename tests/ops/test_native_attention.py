@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from lfm2_cb.ops import native
 from lfm2_cb.ops.attention import paged_attention
 from lfm2_cb.ops.cascade import SharedPrefix, cascade_attention, shared_blocks
 from lfm2_cb.ops.native_attention import SDPA_QUERIES, PackedSequences
@@ -15,21 +14,6 @@ from lfm2_cb.ops.native_attention import SDPA_QUERIES, PackedSequences
 pytestmark = pytest.mark.skipif(
     shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
 )
-
-
-@pytest.fixture(params=list(native.ISAS))
-def kernels(request):
-    loaded = native.load()
-    if request.param not in loaded.supported:
-        pytest.skip(f"this processor has no {request.param}")
-    return loaded.using(request.param)
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 class Case:

@@ -5,7 +5,6 @@ import shutil
 import pytest
 import torch
 
-from lfm2_cb.ops import native
 from lfm2_cb.ops.pointwise import add_rms_norm, norm_rotate, rms_norm, swiglu
 from lfm2_cb.ops.short_conv import gated_short_conv
 
@@ -13,15 +12,6 @@ pytestmark = pytest.mark.skipif(
     shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
 )
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-
-
-@pytest.fixture(params=list(native.ISAS))
-def kernels(request):
-    loaded = native.load()
-    if request.param not in loaded.supported:
-        pytest.skip(f"this processor has no {request.param}")
-    torch.manual_seed(0)
-    return loaded.using(request.param)
 
 
 def assert_near(got, exact, roundings=1):

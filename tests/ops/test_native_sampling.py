@@ -9,21 +9,11 @@ from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from lfm2_cb.engine.sampler import BadLogits, SamplingParams, draw, sample, take_best
 from lfm2_cb.engine.warpers import process_rows
-from lfm2_cb.ops import native
 from lfm2_cb.ops.sampling import nucleus, top_candidates
 
 pytestmark = pytest.mark.skipif(
     shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
 )
-
-
-@pytest.fixture(params=list(native.ISAS))
-def kernels(request):
-    loaded = native.load()
-    if request.param not in loaded.supported:
-        pytest.skip(f"this processor has no {request.param}")
-    torch.manual_seed(0)
-    return loaded.using(request.param)
 
 
 def make_logits(kind: str, rows: int, size: int) -> torch.Tensor:

@@ -27,21 +27,6 @@ needs_compiler = pytest.mark.skipif(
 WIDTHS = [1, 15, 31, 32, 33, 64, 100, 512, 1023, 1024, 1025, 2080, 4608]
 
 
-@pytest.fixture(params=list(native.ISAS))
-def kernels(request):
-    loaded = native.load()
-    if request.param not in loaded.supported:
-        pytest.skip(f"this processor has no {request.param}")
-    return loaded.using(request.param)
-
-
-@pytest.fixture(autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 class Case:
     """A product of a random shape, its answer in float64, and how far the kernels may be from that."""
 
