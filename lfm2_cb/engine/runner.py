@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..model.configuration import layers_of_type, rope_type
+from ..model.decode_batch import DecodeBatch
 from ..model.hybrid_cache import CachePlan, HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
@@ -15,6 +16,7 @@ from ..ops.native import resolve_kernels
 from ..ops.quantized import linear_kernels
 from ..scheduling.cache_manager import Fork
 from ..scheduling.scheduler import ScheduledRow
+from .recorded_decodes import RecordedDecodes
 from .sharing import shared_prefixes
 
 #: RoPE variants whose frequencies depend on the longest sequence of the batch, and so on batch mates
@@ -27,10 +29,12 @@ class ModelRunner:
     Raises: ValueError: the config has no layer to cache, or a RoPE variant that would make a request's answer depend
     on its batch mates. NativeUnavailable: kernels="native" cannot be had.
 
-    `cascade = False`, on an instance or the class, makes every row read its own keys even where rows share them.
+    `cascade = False`, on an instance or the class, makes every row read its own keys even where rows share them;
+    `recording = False` runs every step through the model's Python.
     """
 
     cascade = True
+    recording = True
 
     def __init__(self, model: Lfm2CbForCausalLM, plan: CachePlan, kernels: str = "auto") -> None:
         config = model.config
@@ -46,6 +50,9 @@ class ModelRunner:
                 module.native = self.native is not None
         self.cache = HybridCache(config, plan, model.dtype, model.device)
         self._batch: RaggedBatch | None = None
+        self._recorded = None
+        if self.native is not None:
+            self._recorded = RecordedDecodes(model, self.cache, self.native, self._compute)
 
     def run(self, scheduled: Sequence[ScheduledRow]) -> torch.Tensor:
         """Compute the rows; the cache then holds them.
@@ -60,12 +67,27 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]] = ()) -> torch.Tensor:
         """One packed forward: logits `[sum of num_logits, vocab_size]`. shared: as in `RaggedBatch`."""
-        self._batch = batch = RaggedBatch(rows, self.cache, self.kernel_size, shared, self.native)
+        if self._recorded is not None:
+            if self.recording and not shared and (logits := self._recorded.run(rows)) is not None:
+                self._batch = None
+                return logits
+            self._recorded.expect_changes()
+        self._batch = RaggedBatch(rows, self.cache, self.kernel_size, shared, self.native)
+        return self._compute(self._batch)
+
+    def _compute(self, batch: RaggedBatch) -> torch.Tensor:
+        tokens = (
+            {"inputs_embeds": batch.inputs_embeds}
+            if isinstance(batch, DecodeBatch)
+            else {"input_ids": batch.input_ids}
+        )
         with linear_kernels(self.native):
             hidden_states = self.model.model(
-                input_ids=batch.input_ids, position_ids=batch.position_ids, state=batch, use_cache=False
+                **tokens, position_ids=batch.position_ids, state=batch, use_cache=False
             ).last_hidden_state
-            return self.model.lm_head(hidden_states[batch.logits_index])
+            if len(batch.logits_index) < len(hidden_states):
+                hidden_states = hidden_states[batch.logits_index]
+            return self.model.lm_head(hidden_states)
 
     def settle(self, num_accepted: dict[int, int]) -> None:
         """Keep the conv state of the accepted drafts: row index in the last `run` → how many were accepted."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -129,8 +130,8 @@ def take_best(scores: torch.Tensor, native: NativeKernels | None = None) -> list
 
 def _checked(places: torch.Tensor, evidence: torch.Tensor) -> list[int | Exception]:
     """Places, or BadLogits where the value that chose one is not finite (NaN anywhere in a row shows in it)."""
-    good = evidence.isfinite().tolist()
-    return [place if ok else BadLogits("no finite logits") for place, ok in zip(places.tolist(), good, strict=True)]
+    pairs = zip(places.tolist(), evidence.tolist(), strict=True)
+    return [place if math.isfinite(value) else BadLogits("no finite logits") for place, value in pairs]
 
 
 def sample(

@@ -28,7 +28,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from ..ops.linear import PackedLinear
 from ..ops.native import NativeKernels
-from ..ops.pointwise import add_rms_norm, norm_rotate, rms_norm, swiglu
+from ..ops.pointwise import add, add_rms_norm, norm_rotate, rms_norm, rotary, swiglu
 from .configuration import Lfm2CbConfig, ffn_width, head_dim, layers_of_type, rope_theta, rope_type
 from .conversion import FusedLinear, fuse_stock_names
 from .padded_state import PaddedState
@@ -114,9 +114,14 @@ class Lfm2CbRotaryEmbedding(nn.Module):
     @dynamic_rope_update
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin `[..., 1, head_dim]` in x's dtype, for position_ids `[...]`; the 1 broadcasts over heads."""
-        freqs = position_ids[..., None].float() * self.inv_freq.to(device=x.device, dtype=torch.float)
-        angles = torch.cat((freqs, freqs), dim=-1).unsqueeze(-2)
-        return (angles.cos() * self.attention_scaling).to(x.dtype), (angles.sin() * self.attention_scaling).to(x.dtype)
+        return self.packed(x, position_ids, None)
+
+    def packed(
+        self, x: torch.Tensor, position_ids: torch.Tensor, native: NativeKernels | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with the frequencies as they are, which no length changes: native as in `ops.pointwise.rotary`."""
+        inv_freq = self.inv_freq.to(device=x.device, dtype=torch.float)
+        return rotary(position_ids, inv_freq, self.attention_scaling, x.dtype, native)
 
 
 class Lfm2CbMLP(nn.Module):
@@ -203,7 +208,7 @@ class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
         else:
             mixed = self.conv(normed, state)
         hidden_states, normed = self.ffn_norm(mixed, state.native, residual=hidden_states)
-        return hidden_states + self.feed_forward(normed, state.native)
+        return add(hidden_states, self.feed_forward(normed, state.native), state.native)
 
 
 class Lfm2CbPreTrainedModel(PreTrainedModel):
@@ -277,7 +282,10 @@ class Lfm2CbModel(Lfm2CbPreTrainedModel):
             position_ids = state.position_ids
 
         hidden_states = inputs_embeds
-        rope = self.rotary_emb(hidden_states, position_ids=position_ids)
+        if state.native is None or position_ids is None:
+            rope = self.rotary_emb(hidden_states, position_ids=position_ids)
+        else:
+            rope = self.rotary_emb.packed(hidden_states, position_ids, state.native)
         for layer in self.layers:
             hidden_states = layer(hidden_states, rope, state)
         return BaseModelOutputWithPast(

@@ -69,14 +69,19 @@ def write_rows(
 
     Args:
         slot_mapping: int64 `[tokens * kv_heads]`, (block_id * kv_heads + head) * block_size + offset.
-        native: rounds to 8 bits by the native kernel (`csrc/kv_blocks.cpp`; rows then are fp32 or bf16, on CPU), to
-            the same bits as torch.
+        native: writes by the native kernels (`csrc/kv_blocks.cpp`; rows then are fp32 or bf16, on CPU), the same bits
+            as torch.
     """
-    if isinstance(blocks, Int8Blocks) and native is not None:
+    if native is not None:
         if rows.stride()[1:] != (rows.shape[2], 1):
             rows = rows.contiguous()
-        size = *rows.shape, rows.stride(0), int(rows.dtype == torch.bfloat16)
-        native.call("write_int8_rows", rows, slot_mapping, blocks.values, blocks.scale, *size)
+        tokens, heads, dim = rows.shape
+        if isinstance(blocks, Int8Blocks):
+            size = tokens, heads, dim, rows.stride(0), int(rows.dtype == torch.bfloat16)
+            native.call("write_int8_rows", rows, slot_mapping, blocks.values, blocks.scale, *size)
+        else:
+            width = rows.dtype.itemsize
+            native.call("write_rows", rows, slot_mapping, blocks, tokens, heads, dim * width, rows.stride(0) * width)
         return
     rows = rows.flatten(0, 1)
     if isinstance(blocks, Int8Blocks):

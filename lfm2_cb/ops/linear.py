@@ -42,7 +42,7 @@ def many_rows_linear(
     """`F.linear` at the processor's fp32 rate in either dtype: sums in fp32, rounded once. As `few_rows_linear`."""
     out = x.new_empty(len(x), len(weight))
     name = "many_rows_linear_f32" if weight.dtype == torch.float32 else "many_rows_linear_bf16"
-    native.call(name, x.to(torch.float32).contiguous(), weight, bias, out, *x.shape, len(weight))
+    native.call(name, x.contiguous(), weight, bias, out, *x.shape, len(weight))
     return out
 
 

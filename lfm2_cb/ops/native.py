@@ -18,7 +18,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -62,7 +63,10 @@ class NativeKernels:
     """The library's functions for one instruction set.
 
     isa: the instruction set. supported: all that this processor has, best last.
+    listeners: by thread, who is told of every call: the kernels, name, arguments, and those as the kernel gets them.
     """
+
+    listeners: dict[int, Callable[[NativeKernels, str, tuple, list], None]] = {}  # of all instances
 
     def __init__(self, library: ctypes.CDLL, isa: str | None = None) -> None:
         self._library = library
@@ -85,7 +89,15 @@ class NativeKernels:
             function.restype, function.argtypes = None, [*map(_c_type, args), ctypes.c_int64]
         # (`isinstance` asks torch's metaclass, which takes longer than the rest.)
         pointers = [a if a.__class__ in PLAIN else a.data_ptr() for a in args]  # type: ignore[union-attr]
-        function(*pointers, torch.get_num_threads())
+        pointers.append(torch.get_num_threads())
+        if self.listeners and (heard := self.listeners.get(threading.get_ident())):
+            heard(self, name, args, pointers)
+        function(*pointers)
+
+    def address(self, name: str) -> int:
+        """Of a function of the library for this instruction set; 0: it has none of that name."""
+        function = getattr(self._library, f"{name}_{self.isa}", None)
+        return ctypes.cast(function, ctypes.c_void_p).value or 0 if function else 0
 
 
 def _c_type(value: torch.Tensor | int | float | None) -> type:

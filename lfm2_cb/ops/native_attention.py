@@ -22,6 +22,10 @@ class PackedSequences:
     Args:
         cu_seqlens, kv_lens, block_tables: as in `paged_attention`.
         first_keys: for each sequence how many of its first keys to leave out; none where absent.
+
+    Attributes:
+        sequences: int64 `[sequences, 5]`, each's first query, queries, first key, keys, first of its block ids.
+        block_ids: int64, of all sequences, one after another.
     """
 
     def __init__(
@@ -33,7 +37,7 @@ class PackedSequences:
         first_keys: Sequence[int] | None = None,
     ) -> None:
         self._native = native
-        self._block_ids = torch.cat(list(block_tables))
+        self.block_ids = torch.cat(list(block_tables))
         self._long: list[tuple[slice, torch.Tensor, int]] = []
         rows, table = [], 0
         for i, (kv_len, blocks) in enumerate(zip(kv_lens, block_tables, strict=True)):
@@ -43,7 +47,7 @@ class PackedSequences:
             else:
                 rows.append((start, end - start, first, kv_len, table))
             table += len(blocks)
-        self._sequences = torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
+        self.sequences = torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
 
     def attend(self, q: torch.Tensor, key_cache: KVBlocks, value_cache: KVBlocks, scaling: float) -> torch.Tensor:
         """As `paged_attention`: q `[tokens, heads, head_dim]` fp32 or bf16, as the cache is unless that is in 8 bits.
@@ -75,11 +79,11 @@ class PackedSequences:
         _, heads, head_dim = q.shape
         if q.stride()[1:] != (head_dim, 1):
             q = q.contiguous()
-        if len(self._sequences):
+        if len(self.sequences):
             self._native.call(
                 "paged_attention",
-                *(q, *stored, self._sequences, self._block_ids, out, lse),
-                *(len(self._sequences), heads, keys.shape[1], head_dim, keys.shape[2], q.stride(0)),
+                *(q, *stored, self.sequences, self.block_ids, out, lse),
+                *(len(self.sequences), heads, keys.shape[1], head_dim, keys.shape[2], q.stride(0)),
                 *(int(q.dtype == torch.bfloat16), int(out.dtype == torch.float32), scaling),
             )
         for tokens, blocks, kv_len in self._long:

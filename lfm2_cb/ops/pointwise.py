@@ -39,6 +39,35 @@ def add_rms_norm(
     return total, out
 
 
+def add(x: torch.Tensor, y: torch.Tensor, native: NativeKernels | None = None) -> torch.Tensor:
+    """`x + y`, of one shape and dtype; native as in `rms_norm`."""
+    if native is None:
+        return x + y
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    native.call("add", x.contiguous(), y.contiguous(), out, *x.shape, x.dtype == torch.bfloat16)
+    return out
+
+
+def rotary(
+    positions: torch.Tensor,
+    inv_freq: torch.Tensor,
+    scale: float,
+    dtype: torch.dtype,
+    native: NativeKernels | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos, sin `[..., 1, 2 * half]` in `dtype`, times `scale`, for positions `[...]` int64 and inv_freq `[half]` fp32;
+    the 1 broadcasts over heads. native: as in `rms_norm`, and positions `[tokens]`."""
+    if native is None:
+        freqs = positions[..., None].float() * inv_freq
+        angles = torch.cat((freqs, freqs), dim=-1).unsqueeze(-2)
+        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+    shape = len(positions), 1, 2 * len(inv_freq)
+    cos, sin = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    size = len(positions), len(inv_freq), dtype == torch.bfloat16
+    native.call("rotary", positions, inv_freq.contiguous(), cos, sin, *size, float(scale))
+    return cos, sin
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Apply RoPE to x `[..., heads, head_dim]` (half-split layout, as Llama's)."""
     first, second = x.chunk(2, dim=-1)

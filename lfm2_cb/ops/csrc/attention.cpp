@@ -342,3 +342,4 @@ KERNEL(paged_attention)(
     free(partials);
     free(items);
 }
+REPLAYABLE(paged_attention)

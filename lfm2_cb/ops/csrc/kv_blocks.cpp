@@ -1,5 +1,5 @@
-// Keys or values rounded to 8 bits with a scale a row, on their way into the cache's blocks (ops/kv_blocks.py has the
-// layout and the torch reference, of which this gives the same bits).
+// Keys or values on their way into the cache's blocks, as they are or rounded to 8 bits with a scale a row
+// (ops/kv_blocks.py has the layout and the torch reference, of which this gives the same bits).
 #include "simd.h"
 
 namespace {
@@ -64,3 +64,15 @@ KERNEL(write_int8_rows)(
     is_bf16 ? write((const bf16*)rows, slots, values, scales, tokens, heads, dim, stride, num_threads)
             : write((const float*)rows, slots, values, scales, tokens, heads, dim, stride, num_threads);
 }
+REPLAYABLE(write_int8_rows)
+
+// The same as they are: rows' bytes, dim_bytes each and stride_bytes from token to token, to the rows of blocks.
+KERNEL(write_rows)(
+    const char* rows, const int64_t* slots, char* blocks, int64_t tokens, int64_t heads, int64_t dim_bytes,
+    int64_t stride_bytes, int64_t num_threads) {
+    const int64_t worth = 1 + tokens * heads * dim_bytes / 65536, threads = worth < num_threads ? worth : num_threads;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t row = 0; row < tokens * heads; row++)
+        memcpy(blocks + slots[row] * dim_bytes, rows + row / heads * stride_bytes + row % heads * dim_bytes, dim_bytes);
+}
+REPLAYABLE(write_rows)

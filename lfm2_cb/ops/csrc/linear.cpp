@@ -122,8 +122,10 @@ KERNEL(few_rows_linear_f32)(const float* x, const float* w, const float* bias, f
                             int64_t outputs, int64_t threads) {
     linear(x, w, bias, out, rows, in, outputs, threads);
 }
+REPLAYABLE(few_rows_linear_f32)
 
 KERNEL(few_rows_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t rows, int64_t in,
                              int64_t outputs, int64_t threads) {
     linear(x, w, bias, out, rows, in, outputs, threads);
 }
+REPLAYABLE(few_rows_linear_bf16)

@@ -127,13 +127,23 @@ void matmul(const Matmul& m, const T* w, const T* bias, T* out, int64_t threads)
 
 }  // namespace
 
-// x [rows, in] fp32, w [outputs, in], bias [outputs] or null, out [rows, outputs] in w's dtype
+// x [rows, in], w [outputs, in], bias [outputs] or null, out [rows, outputs], all in one dtype; sums are in fp32
 KERNEL(many_rows_linear_f32)(const float* x, const float* w, const float* bias, float* out, int64_t rows, int64_t in,
                              int64_t outputs, int64_t threads) {
     matmul({x, rows, in, outputs}, w, bias, out, threads);
 }
+REPLAYABLE(many_rows_linear_f32)
 
-KERNEL(many_rows_linear_bf16)(const float* x, const bf16* w, const bf16* bias, bf16* out, int64_t rows, int64_t in,
+KERNEL(many_rows_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t rows, int64_t in,
                               int64_t outputs, int64_t threads) {
-    matmul({x, rows, in, outputs}, w, bias, out, threads);
+    float* inputs = (float*)aligned_alloc(64, (rows * in + 15) / 16 * 16 * sizeof(float));
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t k = r * in;
+        for (; k + W <= (r + 1) * in; k += W) store(inputs + k, load(x + k));
+        for (; k < (r + 1) * in; k++) inputs[k] = to_float(x[k]);
+    }
+    matmul({inputs, rows, in, outputs}, w, bias, out, threads);
+    free(inputs);
 }
+REPLAYABLE(many_rows_linear_bf16)

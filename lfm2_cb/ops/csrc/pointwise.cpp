@@ -106,6 +106,21 @@ void swiglu(const T* x, T* out, int64_t tokens, int64_t width, int64_t num_threa
     }
 }
 
+// cos and sin of position * frequency, each twice over, for either half of a head.
+template <class T>
+void rotary(const int64_t* positions, const float* frequencies, T* cosines, T* sines, int64_t tokens, int64_t half,
+            float scale, int64_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * half * 16, num_threads))
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t i = 0; i < half; i++) {
+            const float angle = (float)positions[t] * frequencies[i];  // rounded to fp32 before its cosine, as in torch
+            for (int64_t at : {2 * t * half + i, (2 * t + 1) * half + i}) {
+                assign(cosines + at, (float)cos((double)angle) * scale);
+                assign(sines + at, (float)sin((double)angle) * scale);
+            }
+        }
+}
+
 template <class T>
 inline void multiply(const T* a, const T* b, T* to, int64_t size) {
     int64_t i = 0;
@@ -153,8 +168,9 @@ void short_conv(const T* bcx, const int64_t* taps, const T* weight, const T* bia
         }
 #pragma omp for schedule(static)
         for (int64_t j = 0; j < num_writes * window; j++)
-            memcpy(cache + (write_rows[j / window] * window + j % window) * hidden, extended + write_index[j] * hidden,
-                   hidden * sizeof(T));
+            if (write_rows[j / window] >= 0)
+                memcpy(cache + (write_rows[j / window] * window + j % window) * hidden,
+                       extended + write_index[j] * hidden, hidden * sizeof(T));
     }
     free(by_tap);
 }
@@ -172,6 +188,7 @@ KERNEL(rms_norm)(const void* x, const void* residual, const void* weight, void* 
         rms_norm((const float*)x, (const float*)residual, (const float*)weight, (float*)total, (float*)out, tokens, dim,
                  eps, num_threads);
 }
+REPLAYABLE(rms_norm)
 
 // x [tokens, heads + kv_heads, dim], `stride` values from token to token; weights [dim]; cosines, sines [tokens, dim];
 // q [tokens, heads, dim], k [tokens, kv_heads, dim]: RMS-normed per head as above, then turned by RoPE.
@@ -185,17 +202,39 @@ KERNEL(norm_rotate)(const void* x, const void* q_weight, const void* k_weight, c
         norm_rotate((const float*)x, (const float*)q_weight, (const float*)k_weight, (const float*)cosines,
                     (const float*)sines, (float*)q, (float*)k, tokens, stride, heads, kv_heads, dim, eps, num_threads);
 }
+REPLAYABLE(norm_rotate)
+
+// cosines, sines [tokens, 2 * half] of positions [tokens] times frequencies [half], both times scale
+KERNEL(rotary)(const int64_t* positions, const float* frequencies, void* cosines, void* sines, int64_t tokens,
+               int64_t half, int64_t is_bf16, double scale, int64_t num_threads) {
+    if (is_bf16)
+        rotary(positions, frequencies, (bf16*)cosines, (bf16*)sines, tokens, half, scale, num_threads);
+    else
+        rotary(positions, frequencies, (float*)cosines, (float*)sines, tokens, half, scale, num_threads);
+}
+REPLAYABLE(rotary)
+
+// to [tokens, dim] = a + b
+KERNEL(add)(const void* a, const void* b, void* to, int64_t tokens, int64_t dim, int64_t is_bf16, int64_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * dim, num_threads))
+    for (int64_t i = 0; i < tokens * dim; i += dim)
+        is_bf16 ? add((const bf16*)a + i, (const bf16*)b + i, (bf16*)to + i, dim)
+                : add((const float*)a + i, (const float*)b + i, (float*)to + i, dim);
+}
+REPLAYABLE(add)
 
 // x [tokens, 2, width]: gates and values; out [tokens, width] = silu(gate) * value
 KERNEL(swiglu)(const void* x, void* out, int64_t tokens, int64_t width, int64_t is_bf16, int64_t num_threads) {
     is_bf16 ? swiglu((const bf16*)x, (bf16*)out, tokens, width, num_threads)
             : swiglu((const float*)x, (float*)out, tokens, width, num_threads);
 }
+REPLAYABLE(swiglu)
 
 // bcx [tokens, 3, hidden]: B, C and x; out [tokens, hidden] = C * conv(B * x). cache [any, kernel - 1, hidden]: its
 // rows `read_rows` [sequences] are the states. extended [sequences * (kernel - 1) + tokens, hidden] becomes all states
 // with B * x behind them; taps [kernel, tokens] are rows of it; weight [hidden, kernel]; bias [hidden] or null. Last,
-// the cache's rows `write_rows` [num_writes] get extended's rows `write_index` [num_writes, kernel - 1].
+// the cache's rows `write_rows` [num_writes], where they are not below 0, get extended's rows `write_index` [num_writes,
+// kernel - 1].
 KERNEL(short_conv)(const void* bcx, const int64_t* taps, const void* weight, const void* bias, void* extended,
                    void* out, void* cache, const int64_t* read_rows, const int64_t* write_rows,
                    const int64_t* write_index, int64_t sequences, int64_t tokens, int64_t hidden, int64_t kernel,
@@ -209,3 +248,4 @@ KERNEL(short_conv)(const void* bcx, const int64_t* taps, const void* weight, con
                    (float*)cache, read_rows, write_rows, write_index, sequences, tokens, hidden, kernel, num_writes,
                    num_threads);
 }
+REPLAYABLE(short_conv)

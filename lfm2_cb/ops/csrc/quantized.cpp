@@ -375,6 +375,7 @@ KERNEL(linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const
     else
         linear<Int8, float>(p, x, scales, bias, out, inputs, input_scales, threads);
 }
+REPLAYABLE(linear_int8)
 
 // The same with weights uint8 [outputs, groups * 16] and scales bf16 [outputs, groups], with an even number of groups.
 KERNEL(linear_int4)(const void* x, int64_t is_bf16, const uint8_t* weights, const bf16* scales, const void* bias,
@@ -387,3 +388,4 @@ KERNEL(linear_int4)(const void* x, int64_t is_bf16, const uint8_t* weights, cons
     else
         linear<Int4, float>(p, x, nullptr, bias, out, inputs, input_scales, threads);
 }
+REPLAYABLE(linear_int4)

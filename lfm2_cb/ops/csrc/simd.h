@@ -11,12 +11,23 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include <utility>  // integer_sequence, a type
+// types alone
+#include <type_traits>
+#include <utility>
 
 #define JOIN_(a, b) a##_##b
 #define JOIN(a, b) JOIN_(a, b)
 // KERNEL(f)(...): a function that Python calls by the name f, of pointers, int64_t and double; last the threads.
 #define KERNEL(name) extern "C" void JOIN(name, ISA)
+// REPLAYABLE(f), after the kernel f: it can also be called with its arguments in memory, as csrc/replay.cpp does.
+#define REPLAYABLE(name) \
+    extern "C" void JOIN(replay_##name, ISA)(const Arg* args) { call_with(JOIN(name, ISA), args); }
+
+union Arg {
+    void* pointer;
+    int64_t integer;
+    double real;
+};
 
 namespace {
 
@@ -35,6 +46,23 @@ typedef uint16_t hvec __attribute__((vector_size(2 * W)));
 struct bf16 {
     uint16_t bits;
 };
+
+template <class T>
+inline T take(const Arg& arg) {
+    if constexpr (std::is_pointer<T>::value) return (T)arg.pointer;
+    else if constexpr (std::is_floating_point<T>::value) return arg.real;
+    else return arg.integer;
+}
+
+template <class... T, size_t... i>
+inline void call_with(void (*kernel)(T...), const Arg* args, std::index_sequence<i...>) {
+    kernel(take<T>(args[i])...);
+}
+
+template <class... T>
+inline void call_with(void (*kernel)(T...), const Arg* args) {
+    call_with(kernel, args, std::index_sequence_for<T...>());
+}
 
 inline vec load(const float* p) {
     vec v;
