@@ -49,6 +49,9 @@ def test_random_nets_give_stocks_tokens(seed, replayed):
             assert [o.token_ids for o in outputs] == expected[:2]
             outputs = list(g.generate(prompts, max_new_tokens=lengths, **GREEDY))
             assert [o.token_ids for o in outputs] == expected
+        # From the checkpoints that decodes left at the ends of their blocks.
+        more = [p + e[:-1] for p, e in zip(prompts, expected, strict=True)]
+        assert [o.token_ids for o in g.generate(more, max_new_tokens=1, **GREEDY)] == [e[-1:] for e in expected]
     assert len(replayed) > 20
 
 
@@ -123,6 +126,7 @@ def test_what_is_done_to_a_model_between_two_calls_counts(change):
     model, prompts = ours(random_stock(5)), random_prompts(random.Random(2), 5, 9)
     with ContinuousBatchingGenerator(model, cache_memory="4MiB", prefix_caching=False) as generator:
         before = [o.token_ids for o in generator.generate(prompts, max_new_tokens=15, **GREEDY)]
+        assert generator.engine.runner._recorded._tapes
         change(model)
         after = [o.token_ids for o in generator.generate(prompts, max_new_tokens=15, **GREEDY)]
     with ContinuousBatchingGenerator(model, cache_memory="4MiB", prefix_caching=False) as fresh:

@@ -5,7 +5,8 @@ import shutil
 import pytest
 import torch
 
-from lfm2_cb.ops.pointwise import add_rms_norm, norm_rotate, rms_norm, swiglu
+from lfm2_cb.ops.kv_blocks import write_rows
+from lfm2_cb.ops.pointwise import add, add_rms_norm, norm_rotate, rms_norm, rotary, swiglu
 from lfm2_cb.ops.short_conv import gated_short_conv
 
 pytestmark = pytest.mark.skipif(
@@ -53,6 +54,42 @@ def test_norm_rotate(kernels, dtype, dim, tokens):
         limit = (c - b).abs().max() + (2e-5 if dtype == torch.float32 else 0)  # at most the reference's own error …
         assert (a - b).abs().max() <= 1.1 * limit  # … but for a value that happens to be rounded to the other side
     assert torch.equal(got[2], reference[2])
+
+
+@DTYPES
+@pytest.mark.parametrize("half", [1, 5, 32])
+def test_rotary(kernels, dtype, half):
+    """To half a unit in the last place of the angles' cosines and sines, however far the position."""
+    positions = torch.randint(0, 128_000, (300,))
+    inv_freq = 1 / 1e6 ** (torch.arange(half) / half)
+    angles = (positions.float()[:, None] * inv_freq).repeat(1, 2).unsqueeze(1).double()
+    for got, exact in zip(rotary(positions, inv_freq, 0.7, dtype, kernels), (angles.cos(), angles.sin()), strict=True):
+        assert got.shape == (300, 1, 2 * half) and got.dtype == dtype
+        torch.testing.assert_close(got.double(), 0.7 * exact, rtol=2**-23 if dtype == torch.float32 else 2**-8, atol=0)
+    reference = rotary(positions, inv_freq, 0.7, dtype)
+    torch.testing.assert_close(got, reference[1], rtol=2**-7, atol=1e-6)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(1, 1), (5, 9), (300, 100)])
+def test_add(kernels, dtype, shape):
+    x, y = torch.randn(shape).to(dtype), torch.randn(shape[::-1]).to(dtype).t()
+    assert torch.equal(add(x, y, kernels), x + y)
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [1, 7, 900])
+def test_rows_written_to_blocks(kernels, dtype, tokens):
+    blocks, heads, size, dim = 40, 3, 32, 10
+    slots = torch.randperm(blocks * heads * size)[: tokens * heads]
+    qkv = torch.randn(tokens, heads + 2, dim).to(dtype)
+    rows = qkv[:, 2:]  # as part of a larger matrix
+    got, expected = (torch.zeros(blocks, heads, size, dim, dtype=dtype) for _ in range(2))
+    write_rows(got, slots, rows, kernels)
+    write_rows(expected, slots, rows)
+    assert torch.equal(got, expected)
+    write_rows(got, slots, 2 * rows.transpose(1, 2).contiguous().transpose(1, 2), kernels)
+    assert torch.equal(got, 2 * expected)
 
 
 @DTYPES
