@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -105,70 +105,59 @@ class Policy:
 class PastFuture(Policy):
     """Admit only what will fit at every future point, judged by how long past answers were.
 
-    Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarantees", arXiv 2507.10150 (LightLLM). Each
-    running request is given a length from the distribution of past ones, conditional on what it has produced; the
-    peak of the memory they will hold together is then reached when one of them ends, so one pass over them finds it.
+    Gong et al., "Past-Future Scheduler for LLM Serving under SLA Guarantees", arXiv 2507.10150 (LightLLM).
 
-    Two things are done otherwise than in the paper. Where it draws a length at every step, ours is the request's own
-    fixed quantile (a golden-ratio sequence over arrivals): no random state, and neighbours cover the distribution
-    evenly. And the distribution counts those still running as "longer than so far" (`ended_by`): the first to
-    finish are the short ones, and taking them for typical would let far too many in.
+    Two things are done otherwise than in the paper. Where it draws a length for each request at every step and takes
+    the peak of the memory they would hold, `Outlook` has the sum's expectation and standard deviation: the guesses
+    that are too long and too short even out, the better the more run, so what is kept free for their errors follows
+    from how many run and how much their lengths differ. And the distribution counts those still running as "longer
+    than so far" (`survival`): the first to finish are the short ones, and taking them for typical would let far too
+    many in.
 
     Args:
         window: finished requests remembered.
-        reserve: share of the cache kept out of the plan, for guesses that were too short.
+        margin: standard deviations of the memory expected that must be free beside it. More: fewer evictions, and
+            fewer that run.
     """
 
     name = "past_future"
 
-    def __init__(self, window: int = 1000, reserve: float = 0.05, **kwargs: Any) -> None:
+    def __init__(self, window: int = 1000, margin: float = 2.0, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.window, self.reserve = window, reserve
+        self.window, self.margin = window, margin
         self._past: deque[int] = deque()  # output lengths, oldest first
         self._sorted: list[int] = []
-        self._lengths: list[int] = []  # as they were when the distribution was last worked out
-        self._ended: list[float] = []  # share of requests that have ended by each of these
-        self._num_new = 0  # finished since then
-        self._futures: list[tuple[int, int]] | None = None  # this step's (-tokens left, own blocks), sorted
-        self._shared = 0  # blocks in use that several hold
+        self._num_new = 0  # finished since the distribution was last worked out
+        self._alive = [1.0]  # the distribution: see `survival`
+        self._outlook: Outlook | None = None  # of those who run in this step
         self._refused: Request | None = None  # the head that did not fit; nothing changes until somebody ends
 
     def opens(self, running: Sequence[Request]) -> bool:
-        self._futures = None
+        self._outlook = None
         return super().opens(running)
 
     def may_admit(self, request: Request, match: PrefixMatch, running: Sequence[Request], cache: CacheManager) -> bool:
         if request is self._refused:
             return False
-        room = cache.pool.num_blocks * (1 - self.reserve)
+        pool = cache.pool
         most = sum([len(r.prompt_token_ids) + r.max_new_tokens for r in (*running, request)])
-        if not running or cache.blocks_for(most) + len(running) <= room:
+        if not running or cache.blocks_for(most) + len(running) <= pool.num_blocks:
             return True  # they fit whatever they do: nothing to work out
-        if self._futures is None:
+        if self._outlook is None:
             self._fit(running)
-            futures = [(-self.tokens_left(r), self._own_blocks(r, cache)) for r in running]
-            self._shared = cache.pool.num_blocks - cache.pool.num_free - sum(own for _, own in futures)
-            self._futures = sorted(futures)
-        revived = sum(cache.pool.blocks[block_id].ref_count == 0 for block_id in match.block_ids)
-        own = cache.blocks_for(request.num_tokens) - len(match.block_ids) + revived
-        futures = self._futures.copy()
-        insort(futures, (-self.tokens_left(request), own))
-        fits = self._shared + peak_blocks(futures, cache.block_size) <= room
-        if fits:
-            self._futures = futures
-        else:
-            self._refused = request
-        return fits
-
-    def tokens_left(self, request: Request) -> int:
-        """How many more tokens the request is expected to produce; at least 1."""
-        done, most = len(request.token_ids) - len(request.prompt_token_ids), request.max_new_tokens
-        first_longer = bisect_right(self._lengths, done)
-        ended = self._ended[first_longer - 1] if first_longer else 0.0
-        quantile = request.arrival_order * 0.6180339887498949 % 1.0
-        place = bisect_left(self._ended, ended + (1 - ended) * quantile, lo=first_longer)
-        # Beyond all that ended so far: its limit is all there is to go by.
-        return (min(self._lengths[place], most) if place < len(self._lengths) else most) - done
+            longest = max([r.max_new_tokens - r.num_output_tokens for r in (*running, request)])
+            self._outlook = Outlook(self._alive, longest, cache.block_size)
+            self._outlook.shared = pool.num_blocks - pool.num_free
+            for r in running:
+                own = num_own_blocks(r, cache)
+                self._outlook.shared -= own
+                self._outlook.add(r, own)
+        revived = sum(pool.blocks[block_id].ref_count == 0 for block_id in match.block_ids)
+        self._outlook.add(request, cache.blocks_for(request.num_tokens) - len(match.block_ids) + revived)
+        if self._outlook.peak(self.margin) <= pool.num_blocks:
+            return True
+        self._refused = request
+        return False
 
     def on_finish(self, request: Request) -> None:
         self._refused = None
@@ -183,40 +172,71 @@ class PastFuture(Policy):
     def _fit(self, running: Sequence[Request]) -> None:
         """Work out the distribution again where it may have changed by a fiftieth."""
         if self._num_new * 50 > len(self._past):
-            self._lengths = self._sorted.copy()
-            self._ended = ended_by(self._lengths, sorted(r.num_output_tokens for r in running))
+            self._alive = survival(self._sorted, sorted(r.num_output_tokens for r in running))
             self._num_new = 0
 
-    @staticmethod
-    def _own_blocks(request: Request, cache: CacheManager) -> int:
-        """Blocks that will be free when the request ends."""
-        blocks = cache.pool.blocks
-        return [blocks[block_id].ref_count for block_id in request.block_table].count(1)
+
+class Outlook:
+    """The cache blocks that requests will hold together, as expected for some points of time ahead.
+
+    Args:
+        alive: what `survival` returns.
+        longest: tokens ahead of which nobody will be left.
+        block_size: tokens a block.
+    """
+
+    NUM_TIMES = 8  # from half a block's tokens on, evenly on a logarithmic scale; 20 were no better
+
+    def __init__(self, alive: list[float], longest: int, block_size: int) -> None:
+        self.alive, self.block_size = alive, block_size
+        first, count = min(block_size / 2, longest), self.NUM_TIMES
+        self.times = [round(first * (longest / first) ** (i / count)) for i in range(count)]  # in tokens each
+        self.expected = [0.0] * count
+        self.variance = [0.0] * count
+        self.shared = 0  # blocks that several hold; taken to stay
+
+    def add(self, request: Request, num_blocks: int) -> None:
+        """One more, who holds so many blocks alone now."""
+        done, alive, last = request.num_output_tokens, self.alive, len(self.alive) - 1
+        longest, so_far = request.max_new_tokens - done, alive[min(done, last)]
+        for i, time in enumerate(self.times):
+            if time >= longest:
+                break
+            share = alive[min(done + time, last)] / so_far
+            held = share * (num_blocks + time / self.block_size)
+            self.expected[i] += held
+            self.variance[i] += held * held * (1 / share - 1)
+
+    def peak(self, margin: float) -> float:
+        """The most blocks at any of these times, `margin` standard deviations above what is expected."""
+        return self.shared + max(map(lambda mean, var: mean + margin * var**0.5, self.expected, self.variance))
 
 
-def ended_by(lengths: Sequence[int], so_far: Sequence[int]) -> list[float]:
-    """Share of all requests that end by each of `lengths`, the sorted lengths of those that have ended, where others
-    are only known to be longer than `so_far` (sorted): the Kaplan-Meier estimate (JASA 53, 1958)."""
-    ended, surviving, num_shorter = [], 1.0, 0
+def survival(lengths: Sequence[int], so_far: Sequence[int]) -> list[float]:
+    """Share of all answers that are longer than n tokens, at index n; the last holds for all beyond.
+
+    lengths: those of the answers that have ended, sorted. so_far: others are only known to be longer than these,
+    sorted; and one that never ends is added, as the longest seen may not be the longest there is. The Kaplan-Meier
+    estimate (JASA 53, 1958).
+    """
+    alive: list[float] = []
+    share, num_shorter = 1.0, 0
     for i, length in enumerate(lengths):
+        alive += [share] * (length - len(alive))
         while num_shorter < len(so_far) and so_far[num_shorter] < length:
             num_shorter += 1
-        surviving *= 1 - 1 / (len(lengths) - i + len(so_far) - num_shorter)
-        ended.append(1 - surviving)
-    return ended
+        share *= 1 - 1 / (len(lengths) - i + len(so_far) - num_shorter + 1)
+    return [*alive, share]
 
 
-def peak_blocks(futures: Sequence[tuple[int, int]], block_size: int) -> float:
-    """The most blocks that requests will own together.
-
-    Args: futures: (-tokens left, blocks owned now) of each, sorted, so that who ends last comes first. When the i-th
-        ends, it and those before it are all that is left, and each has grown by the i-th's tokens.
-    """
-    peak, owned = 0.0, 0
-    for i, (negative_left, own) in enumerate(futures, 1):
-        owned += own
-        peak = max(peak, owned - negative_left * i / block_size)
-    return peak
+def num_own_blocks(request: Request, cache: CacheManager) -> int:
+    """Blocks that will be free when the request ends: all after those that it shares, which are its first."""
+    blocks, num_shared = cache.pool.blocks, 0
+    for block_id in request.block_table:
+        if blocks[block_id].ref_count == 1:
+            break
+        num_shared += 1
+    return len(request.block_table) - num_shared
 
 
 class Batch(Policy):

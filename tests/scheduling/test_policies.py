@@ -1,6 +1,7 @@
 """What each policy promises beyond ending every request (test_scheduler.py): order, admission, bounds."""
 
 import random
+import statistics
 
 import pytest
 
@@ -9,11 +10,12 @@ from lfm2_cb.scheduling.policies import (
     POLICIES,
     Batch,
     LengthAware,
+    Outlook,
     PastFuture,
     Policy,
-    ended_by,
     make_policy,
-    peak_blocks,
+    num_own_blocks,
+    survival,
 )
 from lfm2_cb.scheduling.request import FinishReason, Request
 from lfm2_cb.scheduling.scheduler import Scheduler
@@ -152,36 +154,69 @@ def test_many_sharers_of_a_prefix_under_way_do_not_make_a_step_look_at_them_all(
 # past_future
 
 
-def test_peak_is_reached_when_one_of_them_ends():
-    # Three requests own 2, 3 and 1 blocks and have 8, 4 and 0 … tokens left, in blocks of 4: the peak, by hand.
-    futures = sorted([(-8, 2), (-4, 3), (-1, 1)])
-    by_hand = max(2 + 8 / 4, 2 + 3 + 2 * 4 / 4, 2 + 3 + 1 + 3 * 1 / 4)
-    assert peak_blocks(futures, 4) == by_hand == 7.0
+def test_survival_counts_those_still_running_as_longer_than_so_far():
+    # Each time, one more who never ends is at risk too.
+    assert survival([2, 4], []) == pytest.approx([1, 1, 2 / 3, 2 / 3, 1 / 3])
+    # One of five ends at 2; of the three beyond 3, one ends at 4: (1 - 1/5) × (1 - 1/3) survive.
+    assert survival([2, 4], [3, 9]) == pytest.approx([1, 1, 4 / 5, 4 / 5, 8 / 15])
+    assert survival([], [5]) == [1.0]  # nothing known: only limits end anybody
 
 
-def test_lengths_are_expected_from_the_past_given_what_was_produced():
+def produced(request, length):
+    request.token_ids += [7] * length
+    return request
+
+
+def test_outlook_has_the_sums_expectation_and_deviation():
+    """Against drawing the lengths, given what has been produced, many times."""
+    rng = random.Random(3)
+    past = sorted(min(300, round(rng.lognormvariate(4, 0.8))) for _ in range(400))
+    alive = survival(past, [])
+    alive = [share - alive[-1] for share in alive]  # without the one who never ends
+    requests = [(produced(unlike(i, new=rng.choice([60, 400])), rng.randint(0, 50)), i % 7) for i in range(20)]
+    outlook = Outlook(alive, 400, 4)
+    for request, own in requests:
+        outlook.add(request, own)
+    sums = [[] for _ in outlook.times]
+    for _ in range(3000):
+        ends = [
+            min(request.max_new_tokens, rng.choice([n for n in past if n > request.num_output_tokens]))
+            - request.num_output_tokens
+            for request, _ in requests
+        ]
+        for time, drawn in zip(outlook.times, sums, strict=True):
+            held = [own + time / 4 for (_, own), end in zip(requests, ends, strict=True) if end > time]
+            drawn.append(sum(held))
+    for i, drawn in enumerate(sums):
+        assert outlook.expected[i] == pytest.approx(statistics.mean(drawn), rel=0.03, abs=0.5)
+        assert outlook.variance[i] ** 0.5 == pytest.approx(statistics.pstdev(drawn), rel=0.08, abs=0.5)
+    highest = max(m + 2 * v**0.5 for m, v in zip(outlook.expected, outlook.variance, strict=True))
+    assert outlook.peak(2) == highest
+
+
+def test_the_past_is_a_window_of_those_who_ended_by_themselves():
     policy = PastFuture(window=4)
-    request = unlike(0, new=100)
-    request.arrival_order = 1  # quantile 0.618
-    assert policy.tokens_left(request) == 100  # nothing known: the limit
+    reasons = [FinishReason.STOP, FinishReason.LENGTH]
     for length in (90, 10, 20, 30, 40):  # the first has left the window by the end
-        done = unlike(1, new=200)
-        done.token_ids += [7] * length
-        done.finish_reason = FinishReason.STOP
+        done = produced(unlike(1, new=200), length)
+        done.finish_reason = reasons[length % 20 == 0]
         policy.on_finish(done)
+    done.finish_reason = FinishReason.CANCELLED
+    policy.on_finish(done)
     policy._fit([])
-    assert policy._lengths == [10, 20, 30, 40]
-    assert policy.tokens_left(request) == 30
-    request.token_ids += [7] * 30
-    assert policy.tokens_left(request) == 10  # only 40 is longer than 30
-    request.token_ids += [7] * 20
-    assert policy.tokens_left(request) == 50  # longer than any before: its limit again
+    assert policy._alive == survival([10, 20, 30, 40], [])
 
 
-def test_those_still_running_count_as_longer_than_so_far():
-    assert ended_by([2, 4], []) == [0.5, 1.0]
-    # One of four has ended at 2; of the three beyond 3, one ends at 4: (1 - 1/4) × (1 - 1/2) survive.
-    assert ended_by([2, 4], [3, 9]) == pytest.approx([1 / 4, 1 - 3 / 4 * 1 / 2])
+def test_blocks_that_others_share_do_not_become_free_when_one_ends():
+    scheduler = make(Policy())
+    first, second = Request(0, list(range(20)), 50), Request(1, [*range(8), *range(50, 70)], 50)
+    scheduler.add(first)
+    step(scheduler)
+    scheduler.add(second)
+    step(scheduler)
+    assert [num_own_blocks(r, scheduler.cache) for r in (first, second)] == [6 - 2, 7 - 2]
+    scheduler.finish(first, FinishReason.CANCELLED)
+    assert num_own_blocks(second, scheduler.cache) == len(second.block_table)
 
 
 def run_tight(policy):
@@ -206,7 +241,7 @@ def test_past_future_throws_out_far_fewer_and_is_no_slower():
 
 
 def test_past_future_lets_one_run_whatever_it_expects():
-    scheduler = make(PastFuture(reserve=0.9), blocks=30)
+    scheduler = make(PastFuture(margin=100.0), blocks=30)
     scheduler.add_all([unlike(i, new=90) for i in range(3)])
     assert len(step(scheduler)) == 1
     drain(scheduler)
