@@ -145,15 +145,12 @@ class PastFuture(Policy):
             return True  # they fit whatever they do: nothing to work out
         if self._outlook is None:
             self._fit(running)
-            longest = max([r.max_new_tokens - r.num_output_tokens for r in (*running, request)])
-            self._outlook = Outlook(self._alive, longest, cache.block_size)
-            self._outlook.shared = pool.num_blocks - pool.num_free
-            for r in running:
-                own = num_own_blocks(r, cache)
-                self._outlook.shared -= own
-                self._outlook.add(r, own)
+            self._outlook = Outlook(self._alive, (*running, request), cache.block_size)
+            own = [num_own_blocks(r, cache) for r in running]
+            self._outlook.shared = pool.num_blocks - pool.num_free - sum(own)
+            self._outlook.add(running, own)
         revived = sum(pool.blocks[block_id].ref_count == 0 for block_id in match.block_ids)
-        self._outlook.add(request, cache.blocks_for(request.num_tokens) - len(match.block_ids) + revived)
+        self._outlook.add([request], [cache.blocks_for(request.num_tokens) - len(match.block_ids) + revived])
         if self._outlook.peak(self.margin) <= pool.num_blocks:
             return True
         self._refused = request
@@ -181,31 +178,40 @@ class Outlook:
 
     Args:
         alive: what `survival` returns.
-        longest: tokens ahead of which nobody will be left.
+        requests: those that it is for; they are added later.
         block_size: tokens a block.
     """
 
     NUM_TIMES = 8  # from half a block's tokens on, evenly on a logarithmic scale; 20 were no better
 
-    def __init__(self, alive: list[float], longest: int, block_size: int) -> None:
-        self.alive, self.block_size = alive, block_size
+    def __init__(self, alive: list[float], requests: Sequence[Request], block_size: int) -> None:
+        longest = max([r.max_new_tokens - len(r.token_ids) + len(r.prompt_token_ids) for r in requests])
         first, count = min(block_size / 2, longest), self.NUM_TIMES
         self.times = [round(first * (longest / first) ** (i / count)) for i in range(count)]  # in tokens each
+        self.longest_known = len(alive) - 1
+        self.alive = alive + alive[-1:] * self.times[-1]
+        self.block_size = block_size
         self.expected = [0.0] * count
         self.variance = [0.0] * count
         self.shared = 0  # blocks that several hold; taken to stay
 
-    def add(self, request: Request, num_blocks: int) -> None:
-        """One more, who holds so many blocks alone now."""
-        done, alive, last = request.num_output_tokens, self.alive, len(self.alive) - 1
-        longest, so_far = request.max_new_tokens - done, alive[min(done, last)]
+    def add(self, requests: Sequence[Request], num_blocks: Sequence[int]) -> None:
+        """More requests, each of which holds so many blocks alone now."""
+        alive, longest_known = self.alive, self.longest_known
+        done = [len(r.token_ids) - len(r.prompt_token_ids) for r in requests]
+        left = [r.max_new_tokens - n for r, n in zip(requests, done, strict=True)]
+        done = [min(n, longest_known) for n in done]  # beyond, all lengths are alike
+        known = list(zip(done, left, num_blocks, [alive[n] for n in done], strict=True))
         for i, time in enumerate(self.times):
-            if time >= longest:
-                break
-            share = alive[min(done + time, last)] / so_far
-            held = share * (num_blocks + time / self.block_size)
-            self.expected[i] += held
-            self.variance[i] += held * held * (1 / share - 1)
+            growth, expected, variance = time / self.block_size, 0.0, 0.0
+            for so_far, most, own, share in known:
+                if time < most:
+                    there = own + growth
+                    held = there * (alive[so_far + time] / share)
+                    expected += held
+                    variance += held * (there - held)
+            self.expected[i] += expected
+            self.variance[i] += variance
 
     def peak(self, margin: float) -> float:
         """The most blocks at any of these times, `margin` standard deviations above what is expected."""

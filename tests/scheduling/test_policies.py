@@ -168,30 +168,37 @@ def produced(request, length):
 
 
 def test_outlook_has_the_sums_expectation_and_deviation():
-    """Against drawing the lengths, given what has been produced, many times."""
+    """Against each request's memory over all past lengths that it may still reach."""
     rng = random.Random(3)
     past = sorted(min(300, round(rng.lognormvariate(4, 0.8))) for _ in range(400))
     alive = survival(past, [])
     alive = [share - alive[-1] for share in alive]  # without the one who never ends
-    requests = [(produced(unlike(i, new=rng.choice([60, 400])), rng.randint(0, 50)), i % 7) for i in range(20)]
-    outlook = Outlook(alive, 400, 4)
-    for request, own in requests:
-        outlook.add(request, own)
-    sums = [[] for _ in outlook.times]
-    for _ in range(3000):
-        ends = [
-            min(request.max_new_tokens, rng.choice([n for n in past if n > request.num_output_tokens]))
-            - request.num_output_tokens
-            for request, _ in requests
-        ]
-        for time, drawn in zip(outlook.times, sums, strict=True):
-            held = [own + time / 4 for (_, own), end in zip(requests, ends, strict=True) if end > time]
-            drawn.append(sum(held))
-    for i, drawn in enumerate(sums):
-        assert outlook.expected[i] == pytest.approx(statistics.mean(drawn), rel=0.03, abs=0.5)
-        assert outlook.variance[i] ** 0.5 == pytest.approx(statistics.pstdev(drawn), rel=0.08, abs=0.5)
-    highest = max(m + 2 * v**0.5 for m, v in zip(outlook.expected, outlook.variance, strict=True))
-    assert outlook.peak(2) == highest
+    requests = [produced(unlike(i, new=rng.choice([60, 400])), rng.randint(0, 50)) for i in range(20)]
+    own = [i % 7 for i in range(20)]
+    outlook = Outlook(alive, requests, 4)
+    outlook.add(requests[:12], own[:12])
+    outlook.add(requests[12:], own[12:])
+    peaks = []
+    for i, time in enumerate(outlook.times):
+        expected = variance = 0.0
+        for request, blocks in zip(requests, own, strict=True):
+            now = request.num_output_tokens
+            ends = [min(request.max_new_tokens, length) for length in past if length > now]
+            held = [blocks + time / 4 if end > now + time else 0.0 for end in ends]
+            expected += statistics.mean(held)
+            variance += statistics.pvariance(held)
+        assert outlook.expected[i] == pytest.approx(expected)
+        assert outlook.variance[i] == pytest.approx(variance)
+        peaks.append(expected + 2 * variance**0.5)
+    assert outlook.peak(2) == pytest.approx(max(peaks)) and max(peaks) > peaks[0]
+
+
+def test_outlook_takes_in_who_may_produce_more_than_the_others():
+    outlook = Outlook(survival([10, 20], []), [unlike(0, new=50)], 4)
+    outlook.add([produced(unlike(1, new=5000), 1000)], [3])
+    # Longer than all that ended: nothing but its limit can end it.
+    assert outlook.expected == pytest.approx([3 + time / 4 for time in outlook.times])
+    assert outlook.variance == pytest.approx([0] * len(outlook.times))
 
 
 def test_the_past_is_a_window_of_those_who_ended_by_themselves():
