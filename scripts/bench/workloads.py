@@ -54,23 +54,28 @@ def cut(workload: Workload, requests: int, tokens: int) -> Workload:
     return [(prompt[:tokens], min(length, tokens)) for prompt, length in workload[:requests]]
 
 
+#: random models: LFM2-350M's shape, so that speed is the same, and one with its proportions that computes an eighth
+SHAPES: dict[str, dict[str, int]] = {
+    "random-350m": {
+        "vocab_size": 65536, "hidden_size": 1024, "intermediate_size": 6656,
+        "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8,
+    },
+    "random-45m": {
+        "vocab_size": 16384, "hidden_size": 512, "intermediate_size": 3328,
+        "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+
+
 def load_model(name: str, dtype: torch.dtype) -> Lfm2ForCausalLM:
-    """A checkpoint's path, "tiny" (the one that ships), or "random-350m" (LFM2-350M's shape: speed is the same)."""
+    """A checkpoint's path, "tiny" (the one that ships), or one of `SHAPES`."""
     if name == "tiny":
         name = demo_model_path()
-    if name != "random-350m":
+    if name not in SHAPES:
         return Lfm2ForCausalLM.from_pretrained(name, dtype=dtype).eval()
-    attention = {2, 5, 8, 10, 12, 14}
-    config = Lfm2Config(
-        vocab_size=65536,
-        hidden_size=1024,
-        intermediate_size=6656,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        layer_types=["full_attention" if i in attention else "conv" for i in range(16)],
-        eos_token_id=7,
-    )
+    attention, shape = {2, 5, 8, 10, 12, 14}, SHAPES[name]
+    layer_types = ["full_attention" if i in attention else "conv" for i in range(shape["num_hidden_layers"])]
+    config = Lfm2Config(**shape, layer_types=layer_types, eos_token_id=7)
     torch.manual_seed(0)
     return Lfm2ForCausalLM(config).to(dtype).eval()
 
