@@ -1,7 +1,8 @@
 """What prefix sharing and the scheduling policies are worth on the real engine; ratios within one process run.
 
 python scripts/benchmark_sharing.py prefix --model random-350m    # prefix64: shared, not shared, stock
-python scripts/benchmark_sharing.py turns batch evictions queue   # on the shipped tiny model, a minute or two
+python scripts/benchmark_sharing.py turns batch queue             # on the shipped tiny model, a minute or two
+python scripts/benchmark_sharing.py evictions --model random-45m  # fcfs and past_future
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from benchmark import load_model, make_workloads, run_ours, run_stock
@@ -22,7 +24,7 @@ from lfm2_cb.loading import as_lfm2_cb
 from lfm2_cb.scheduling.cache_manager import CacheManager
 from lfm2_cb.scheduling.policies import POLICIES, make_policy
 from lfm2_cb.scheduling.request import FinishReason, Request
-from lfm2_cb.scheduling.scheduler import Scheduler
+from lfm2_cb.scheduling.scheduler import ScheduledRow, Scheduler
 
 EXACT = {"do_sample": False, "eos_token_id": None}
 
@@ -89,13 +91,70 @@ def batch(model, args: argparse.Namespace) -> None:
 
 
 def evictions(model, args: argparse.Namespace) -> None:
-    """Answers that stop far below their limit, in a cache that holds a part of what may run."""
+    """Answers that stop far below their limit (as reasoning does, after short prompts), in a cache that holds a part
+    of what may run."""
     rng = random.Random(0)
-    lengths = [max(4, min(1500, round(rng.lognormvariate(5, 0.9)))) for _ in range(400)]
-    workload = [([rng.randrange(10, 4000) for _ in range(rng.randint(100, 300))], n) for n in lengths]
-    policies_on(
-        model, workload, ("fcfs", "past_future"), args, max_sequences=128, num_blocks=1000, block_size=8, limit=1500
-    )
+    workload = []
+    for _ in range(args.requests):
+        length = max(4, min(args.limit, round(args.answer * rng.lognormvariate(0, 0.9))))
+        prompt = [rng.randrange(10, 4000) for _ in range(rng.randint(args.answer // 10, args.answer // 3))]
+        workload.append((prompt, length))
+    for num_blocks in args.blocks:
+        print(f"{num_blocks} blocks of {args.block_size} tokens", flush=True)
+        policies_on(
+            model, workload, ("fcfs", "past_future"), args, max_sequences=128, num_blocks=num_blocks,
+            block_size=args.block_size, limit=args.limit,
+        )  # fmt: skip
+
+
+@dataclass
+class Served:
+    """What one policy made of a list once."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of the process: robust beside others' work
+    steps: int = 0
+    running: int = 0  # summed over steps
+    computed: int = 0  # tokens
+    recomputed: int = 0  # of them, those that an eviction had thrown away
+    evictions: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.seconds:.1f} s ({self.cpu_seconds:.1f} s CPU), {self.evictions} evictions, {self.steps:,} steps, "
+            f"{self.running / self.steps:.1f} rows each, {self.computed:,} tokens computed, {self.recomputed:,} again"
+        )
+
+
+def serve(engine: Engine, workload: list[tuple[list[int], int]], limit: int | None) -> Served:
+    """Run the list to its end. limit: what the scheduler is told, where true lengths are hidden from it; the requests
+    are then ended from here, as the simulator does, at no cost to the steps."""
+    params = SamplingParams()
+    requests = [Request(i, prompt, limit or n, params=params) for i, (prompt, n) in enumerate(workload)]
+    served, known = Served(), [0] * len(requests)
+    advance = engine.scheduler.on_computed
+
+    def counted(row: ScheduledRow, new_token_ids: list[int]) -> None:
+        i, end = row.request.request_id, row.start + row.num_tokens
+        served.computed += row.num_tokens
+        served.recomputed += max(0, min(end, known[i]) - row.start)
+        served.running += 1
+        known[i] = max(known[i], end)
+        advance(row, new_token_ids)
+
+    engine.scheduler.on_computed = counted  # type: ignore[method-assign]
+    start, cpu_start = time.perf_counter(), time.process_time()
+    engine.add_all(requests)
+    while engine.has_unfinished:
+        for output in engine.step():
+            request = output.request
+            if request.num_output_tokens >= workload[request.request_id][1]:
+                engine.scheduler.finish(request, FinishReason.STOP)  # nothing, where it has ended
+        served.steps += 1
+    served.seconds, served.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    assert [r.num_output_tokens for r in requests] == [n for _, n in workload]
+    served.evictions = sum(r.metrics.num_preemptions for r in requests)
+    return served
 
 
 def policies_on(
@@ -109,41 +168,27 @@ def policies_on(
     block_size: int = 64,
     limit: int | None = None,
 ) -> None:
-    """The same list under each policy, once before it is timed: a policy may learn from what has run.
-
-    limit: what the scheduler is told, where true lengths are hidden from it.
-    """
-    evicted: dict[str, int] = {}
+    """The same list under each policy, once before it is compared: a policy may learn from what has run."""
     policies = {name: make_policy(name) for name in names}
-
-    def request(i: int, prompt: list[int], length: int) -> Request:
-        def ends(ids: torch.Tensor, scores: object) -> torch.Tensor:
-            return torch.tensor([ids.shape[1] >= len(prompt) + length])
-
-        params = SamplingParams(stopping_criteria=[ends] if limit else [])
-        return Request(i, prompt, limit or length, params=params)
-
-    def run(name: str) -> float:
-        engine = Engine(as_lfm2_cb(model), EngineConfig(2048, max_sequences, 2**30, block_size, policy=policies[name]))
-        engine.scheduler.cache = CacheManager(num_blocks, block_size, engine.plan.num_slots)  # exactly so many
-        requests = [request(i, *item) for i, item in enumerate(workload)]
-        start = time.perf_counter()
-        engine.add_all(requests)
-        while engine.has_unfinished:
-            engine.step()
-        seconds = time.perf_counter() - start
-        assert [r.num_output_tokens for r in requests] == [n for _, n in workload]
-        evicted[name] = sum(r.metrics.num_preemptions for r in requests)
-        return seconds
-
-    for name in names:
-        print(f"  {name}, the first time: {run(name):.2f} s, {evicted[name]} evictions", flush=True)
-    if not args.repeats:
-        return
-    seconds = alternate(args.repeats, **{name: (lambda name=name: run(name)) for name in names})
-    for name in names:
-        ratio = seconds[names[0]] / seconds[name]
-        print(f"{name}: {seconds[name]:.2f} s ({ratio:.2f} × {names[0]}), {evicted[name]} evictions")
+    runs: dict[str, list[Served]] = {name: [] for name in names}
+    for i in range(args.repeats + 1):
+        for name in names:
+            engine = Engine(
+                as_lfm2_cb(model), EngineConfig(2048, max_sequences, 2**30, block_size, policy=policies[name])
+            )
+            engine.scheduler.cache = CacheManager(num_blocks, block_size, engine.plan.num_slots)  # exactly so many
+            served = serve(engine, workload, limit)
+            print(f"  {name}{'' if i else ', the first time'}: {served}", flush=True)
+            runs[name] += [served] * (i > 0 or not args.repeats)
+    first = runs[names[0]]
+    for name in names[1:]:
+        for clock in ("seconds", "cpu_seconds"):
+            ratio = statistics.median(
+                getattr(a, clock) / getattr(b, clock) for a, b in zip(first, runs[name], strict=True)
+            )
+            print(f"{name}: {ratio:.2f} × the speed of {names[0]} by {clock}", flush=True)
+        fewer = sum(r.evictions for r in first) / max(1, sum(r.evictions for r in runs[name]))
+        print(f"{name}: 1 / {fewer:.1f} of its evictions" if first[0].evictions else "no evictions", flush=True)
 
 
 def queue(model, args: argparse.Namespace) -> None:
@@ -177,9 +222,14 @@ def main() -> None:
     parts = {f.__name__: f for f in (prefix, turns, batch, evictions, queue)}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=list(parts))
-    parser.add_argument("--model", default="tiny", help='checkpoint path, "tiny" or "random-350m"')
+    parser.add_argument("--model", default="tiny", help='checkpoint path, "tiny", "random-350m" or "random-45m"')
     parser.add_argument("--dtype", choices=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=3, help="0: batch and evictions run once, untaught")
+    parser.add_argument("--requests", type=int, default=300, help="of evictions")
+    parser.add_argument("--answer", type=int, default=400, help="median tokens of its answers")
+    parser.add_argument("--limit", type=int, default=2048, help="of its answers, all that the scheduler knows")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[300], help="of its caches")
+    parser.add_argument("--block-size", type=int, default=64, help="its blocks, tokens")
     parser.add_argument("--no-stock", action="store_true")
     parser.add_argument("--stock-batch", type=int, nargs="+", default=[16])
     args = parser.parse_args()
