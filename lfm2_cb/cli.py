@@ -126,6 +126,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--device", help='"cpu", "cuda", ...; default: CUDA where there is one')
     add("--cache-memory", default="2GiB")
     add("--max-batch-tokens", type=int, default=2048)
+    add("--max-step-seconds", type=float, help="how long answers may wait while prompts are prefilled")
     add("--max-sequences", type=int, default=256)
     add("--block-size", type=int, default=64)
     add("--no-prefix-caching", action="store_true")
@@ -239,6 +240,7 @@ def _make_generator(args: argparse.Namespace) -> ContinuousBatchingGenerator:
         drafting=args.drafting,
         kernels=args.kernels,
         cache_dtype=args.cache_dtype,
+        max_step_seconds=args.max_step_seconds,
     )
 
 

@@ -1,5 +1,6 @@
 """The `lfm2-cb` command: exit statuses, messages, files, pipes."""
 
+import inspect
 import io
 import json
 import os
@@ -105,6 +106,7 @@ def test_errors_are_kept_and_can_be_run_again(folder, capsys):
         (["--output", "o.jsonl", "--cache-memory", "10KB"], "too small"),
         (["--output", "o.jsonl", "--policy", "luck"], "unknown scheduling policy 'luck'"),
         (["--output", "o.jsonl", "--max-sequences", "-1"], "max_sequences must be"),
+        (["--output", "o.jsonl", "--max-step-seconds", "0"], "max_step_seconds must be"),
         (["--output", "o.jsonl", "--device", "abacus"], "--device abacus"),
         (["--output", "o.jsonl", "--kernels", "native", "--dtype", "float16"], "kernels='native'"),
     ],
@@ -123,6 +125,20 @@ def test_another_model_or_none_is_refused(folder, capsys):
     for model, message in (("llama", "holds 'llama'"), ("no/where/at/all", "error")):
         assert main(["info", model]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_every_option_of_the_generator_has_a_flag(monkeypatch):
+    taken = {}
+
+    def note(model, tokenizer, **options):
+        taken.update(options)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("lfm2_cb.cli.ContinuousBatchingGenerator", note)
+    assert main(["info", MODEL, "--max-step-seconds", "0.25", "--no-prefix-caching", "--max-sequences", "7"]) == 2
+    assert (taken["max_step_seconds"], taken["prefix_caching"], taken["max_sequences"]) == (0.25, False, 7)
+    options = set(inspect.signature(lfm2_cb.ContinuousBatchingGenerator).parameters)
+    assert options - taken.keys() == {"model", "tokenizer", "weights", "seed"}  # the last two: of loading, of each row
 
 
 def expected_kernels():
