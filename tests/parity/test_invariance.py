@@ -56,7 +56,7 @@ def run(engine, requests, cancel_at=()):
     engine.scheduler.cache.check_integrity([])
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_200_real_prompts_under_any_schedule(demo_stock, references, data):
     order = data.draw(st.permutations(range(len(references))), label="order")
@@ -110,7 +110,7 @@ def any_sharing(monkeypatch):
     monkeypatch.setattr("lfm2_cb.engine.sharing.MIN_SAVED_TOKENS", 1)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.usefixtures("any_sharing")
 def test_random_nets_preempted_forked_and_drafted(small, data):
