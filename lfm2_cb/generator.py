@@ -129,7 +129,8 @@ class ContinuousBatchingGenerator:
         self._request_ids = itertools.count()
         self._num_submitted = itertools.count()
         logger.info(f"lfm2_cb: {self.model.dtype} on {self.model.device}, cache {self.engine.plan}")
-        if self.model.device.type == "cpu" and self.model.dtype != torch.float32 and default_dtype() == torch.float32:
+        by_torch = self.model.device.type == "cpu" and self.engine.runner.native is None  # ours are no slower in bf16
+        if by_torch and self.model.dtype != torch.float32 and default_dtype() == torch.float32:
             logger.warning_once(
                 f"lfm2_cb: this CPU has no {self.model.dtype} arithmetic; loading with dtype=torch.float32 is faster"
             )

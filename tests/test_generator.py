@@ -1,5 +1,6 @@
 """ContinuousBatchingGenerator: shapes, options, streams, handles, and what it does with bad input."""
 
+import copy
 import random
 import threading
 
@@ -14,6 +15,7 @@ from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.engine.loop import ClosedError
 from lfm2_cb.loading import default_dtype, parse_bytes
 from lfm2_cb.model.hybrid_cache import CacheTooSmall
+from lfm2_cb.ops.native import NativeUnavailable
 from lfm2_cb.options import UnsupportedOptionError
 from lfm2_cb.prompts import PromptError
 from lfm2_cb.scheduling.scheduler import RequestTooLarge
@@ -321,6 +323,19 @@ def test_a_path_loads_model_and_tokenizer():
     with ContinuousBatchingGenerator(lfm2_cb.demo_model_path(), cache_memory="64MiB") as generator:
         assert generator.model.dtype == default_dtype()
         assert generator.generate(["It was"], **GREEDY)[0].text
+
+
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_slow_bf16_is_warned_of_where_torch_computes_it(stock, monkeypatch, kernels):
+    said = []
+    monkeypatch.setattr("lfm2_cb.generator.default_dtype", lambda: torch.float32)
+    monkeypatch.setattr("lfm2_cb.generator.logger.warning_once", said.append)
+    model = copy.deepcopy(stock).to(torch.bfloat16)
+    try:
+        ContinuousBatchingGenerator(model, cache_memory="4MiB", kernels=kernels).close()
+    except NativeUnavailable:
+        pytest.skip("no C++ compiler")
+    assert len(said) == (kernels == "torch")
 
 
 def test_memory_does_not_grow_with_requests_served(generator):
