@@ -23,7 +23,7 @@ NEW = 8
 
 @pytest.fixture(scope="module")
 def prompts(demo_tokenizer):
-    return [demo_tokenizer(prompt)["input_ids"] for prompt in demo_prompts(24)]
+    return [demo_tokenizer(prompt)["input_ids"] for prompt in demo_prompts(12)]
 
 
 def tokens(model, prompts, cache_dtype="int8", calls=1, **options):

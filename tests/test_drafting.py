@@ -80,14 +80,14 @@ def test_prompt_lookup_finds_the_longest_then_latest_match(tokens, max_ngram, da
 
 
 def test_prompt_lookup_changes_no_token(target):
-    prompts = repetitive_prompts(24)
+    prompts = repetitive_prompts(12)
     expected = [stock_greedy(target, p, 30) for p in prompts]
     with ContinuousBatchingGenerator(target, cache_memory="32MiB", block_size=8) as generator:
         always_guess(generator.engine)
         outputs = generator.generate(prompts, max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=6)
         assert [o.token_ids for o in outputs] == expected
         speculation = generator.engine.speculation
-        assert speculation.num_drafted > speculation.num_accepted > 50  # it really guessed, and was often right
+        assert speculation.num_drafted > speculation.num_accepted > 20  # it really guessed, and was often right
         idle(generator)
 
 
@@ -114,7 +114,7 @@ def prompts_and_stocks_answers(target, seed, new):
     return prompts, [stock_greedy(target, p, new) for p in prompts]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_guesses_under_preemption_and_prefix_hits(target, stranger, data):
     """A tight cache, shared prefixes, forks, both drafters, always guessing: tokens stay stock's."""
@@ -151,7 +151,7 @@ def test_guesses_under_preemption_and_prefix_hits(target, stranger, data):
 
 
 def test_sampling_processors_stops_and_streams_are_what_they_are_without(demo_stock, demo_tokenizer):
-    prompts = demo_prompts(10)
+    prompts = demo_prompts(5)
     options = {
         "do_sample": True,
         "temperature": 0.7,

@@ -288,7 +288,9 @@ def test_a_forked_child_is_refused_at_once(stock, generator):
     assert_usable(generator, stock)
 
 
-@pytest.mark.parametrize("end", ["", "raise ValueError('mine')"], ids=["end", "error"])
+@pytest.mark.parametrize(
+    "end", [pytest.param("", marks=pytest.mark.slow, id="end"), pytest.param("raise ValueError('mine')", id="error")]
+)
 def test_the_interpreter_exits_while_a_background_thread_runs(end):
     script = f"""
         import sys, threading, lfm2_cb
