@@ -46,9 +46,22 @@ def many_rows_linear(
     return out
 
 
+def matrix_linear(
+    native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`F.linear` in bf16 by the processor's matrix units (AMX): sums in fp32, rounded once.
+
+    Args: as `few_rows_linear`, bf16. A kernel of that name is there for every instruction set, but emulates the units
+        where there are none, so that it can be tested.
+    """
+    out = x.new_empty(len(x), len(weight))
+    native.call("amx_linear_bf16", x.contiguous(), weight, bias, out, *x.shape, len(weight))
+    return out
+
+
 @functools.cache
 def has_bf16_units() -> bool:
-    """Whether the processor multiplies bf16 by itself, in which case torch does so for many rows."""
+    """Whether the processor multiplies bf16 by itself: then torch does so for many rows, where our kernels do not."""
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
@@ -81,6 +94,8 @@ class PackedLinear(nn.Linear):
             if rows and weight is not None and weight.dtype == dtype in FEW_ROWS and weight.is_contiguous():
                 if rows <= FEW_ROWS[dtype]:
                     return few_rows_linear(load(), input, weight, parameters["bias"])
+                if dtype == torch.bfloat16 and load().isa == "amx":
+                    return matrix_linear(load(), input, weight, parameters["bias"])
                 if dtype == torch.float32 or not has_bf16_units():
                     return many_rows_linear(load(), input, weight, parameters["bias"])
         return self._by_torch(input)

@@ -1,9 +1,10 @@
 """The native kernels: C++ beside this file, compiled on first use for every instruction set, and kept.
 
-Every `csrc/*.cpp` is compiled once per entry of `ISAS` and all of it linked into one library. It includes no torch
-header: a kernel is a C function of pointers, `int64_t`, `double` and, last, the number of threads, declared with
-`KERNEL(name)` from `csrc/simd.h`. So a build takes seconds, needs nothing but a C++ compiler, and outlives no ABI.
-Which instruction set is used is decided when the library is loaded, by what the processor has.
+Every `csrc/*.cpp` is compiled once per entry of `ISAS` (of those in `ADDITIONS`, what they add) and all of it linked
+into one library. It includes no torch header: a kernel is a C function of pointers, `int64_t`, `double` and, last, the
+number of threads, declared with `KERNEL(name)` from `csrc/simd.h`. So a build takes seconds, needs nothing but a C++
+compiler, and outlives no ABI. Which instruction set is used is decided when the library is loaded, by what the
+processor has.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -39,17 +40,22 @@ FLAGS = (
     "-ffp-contract=fast",
     "-Wall",
 )
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512")
 #: instruction set → the compiler's flags for it, best last; a kernel `f` is there as `f_plain`, `f_avx2`, …
 ISAS: Mapping[str, tuple[str, ...]] = (
     {
         "plain": (),
         "avx2": ("-mavx2", "-mfma"),
-        "avx512": ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512"),
+        "avx512": AVX512,
+        "amx": (*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # and its matrix units: csrc/amx.h
     }
     if platform.machine().lower() in ("x86_64", "amd64")
     else {"plain": ()}
 )
-
+#: an instruction set that adds to another: which, and the sources that are compiled for it; the rest is the other's
+ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {"amx": ("avx512", ("amx.cpp", "cpu.cpp"))}
+#: what a compiler, and its assembler, may be too old for: the instruction set is then left out
+PROBES = {"amx": 'void probe() { __asm__ volatile("tilerelease"); }'}
 
 #: classes of arguments that go as they are
 PLAIN = frozenset((int, float, bool, type(None)))
@@ -62,15 +68,17 @@ class NativeUnavailable(RuntimeError):
 class NativeKernels:
     """The library's functions for one instruction set.
 
-    isa: the instruction set. supported: all that this processor has, best last.
+    isa: the instruction set. supported: all that this processor and the library have, but for those in `without`,
+    best last.
     listeners: by thread, who is told of every call: the kernels, name, arguments, and those as the kernel gets them.
     """
 
     listeners: dict[int, Callable[[NativeKernels, str, tuple, list], None]] = {}  # of all instances
 
-    def __init__(self, library: ctypes.CDLL, isa: str | None = None) -> None:
-        self._library = library
-        self.supported = tuple(name for name in ISAS if getattr(library, f"supported_{name}")())
+    def __init__(self, library: ctypes.CDLL, isa: str | None = None, without: Collection[str] = ()) -> None:
+        self._library, self._without = library, without
+        built = [name for name in ISAS if name not in without and hasattr(library, f"supported_{name}")]
+        self.supported = tuple(name for name in built if getattr(library, f"supported_{name}")())
         self.isa = isa or self.supported[-1]
         if self.isa not in self.supported:
             raise NativeUnavailable(f"this processor has no {self.isa}, only {', '.join(self.supported)}")
@@ -78,14 +86,18 @@ class NativeKernels:
 
     def using(self, isa: str) -> NativeKernels:
         """The same library, by another instruction set. Raises: NativeUnavailable."""
-        return NativeKernels(self._library, isa)
+        return NativeKernels(self._library, isa, self._without)
+
+    def without(self, isa: str) -> NativeKernels:
+        """The same library, by the best of the other instruction sets."""
+        return NativeKernels(self._library, without=(*self._without, isa))
 
     def call(self, name: str, *args: torch.Tensor | int | float | None) -> None:
         """Run a kernel: tensors go as pointers (they must be contiguous as the kernel says), None as a null pointer,
         ints as int64_t, floats as double; torch's number of threads goes last."""
         function = self._functions.get(name)
         if function is None:  # a kernel's parameters do not change their kinds from call to call
-            function = self._functions[name] = getattr(self._library, f"{name}_{self.isa}")
+            function = self._functions[name] = self._find(name)
             function.restype, function.argtypes = None, [*map(_c_type, args), ctypes.c_int64]
         # (`isinstance` asks torch's metaclass, which takes longer than the rest.)
         pointers = [a if a.__class__ in PLAIN else a.data_ptr() for a in args]  # type: ignore[union-attr]
@@ -96,8 +108,16 @@ class NativeKernels:
 
     def address(self, name: str) -> int:
         """Of a function of the library for this instruction set; 0: it has none of that name."""
-        function = getattr(self._library, f"{name}_{self.isa}", None)
-        return ctypes.cast(function, ctypes.c_void_p).value or 0 if function else 0
+        try:
+            return ctypes.cast(self._find(name), ctypes.c_void_p).value or 0
+        except AttributeError:
+            return 0
+
+    def _find(self, name: str) -> ctypes._NamedFuncPointer:
+        function = f"{name}_{self.isa}"
+        if self.isa in ADDITIONS and not hasattr(self._library, function):
+            function = f"{name}_{ADDITIONS[self.isa][0]}"
+        return getattr(self._library, function)
 
 
 def _c_type(value: torch.Tensor | int | float | None) -> type:
@@ -139,10 +159,39 @@ def load() -> NativeKernels:
 @functools.cache
 def _load_once() -> NativeKernels | NativeUnavailable:
     try:
-        return NativeKernels(ctypes.CDLL(str(build())))
+        kernels = NativeKernels(ctypes.CDLL(str(build())))
+        with torch.device("cpu"):  # whatever the default is where the library is first asked for
+            if kernels.isa == "amx" and not amx_is_right(kernels):
+                kernels = kernels.without("amx")
+                logger.warning("lfm2_cb: the AMX kernels give wrong results on this processor; using %s", kernels.isa)
+        return kernels
     except (NativeUnavailable, OSError) as error:
         logger.warning("lfm2_cb: no native kernels, attention runs in torch: %s", error)
         return error if isinstance(error, NativeUnavailable) else NativeUnavailable(str(error))
+
+
+def amx_is_right(kernels: NativeKernels) -> bool:
+    """Whether small products of odd shapes come out by the matrix units as they do without them.
+
+    Asked once a process: few processors have these units, so the kernels have been run on fewer than the others.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows, inner, outputs = 37, 1100, 53
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, inner), (outputs, inner), outputs))
+    x, weight, bias = (tensor.to(torch.bfloat16) for tensor in (x, weight, bias))
+    out = x.new_full((rows, outputs), torch.nan)
+    kernels.call("amx_linear_bf16", x, weight, bias, out, rows, inner, outputs)
+    exact = x.double() @ weight.double().T + bias.double()
+    in_fp32 = 2**-20 * (x.double().abs() @ weight.double().abs().T)
+    bf16_is_right = ((out - exact).abs() <= 2**-8 * exact.abs() + in_fp32).all()
+
+    values = torch.randint(-127, 128, (outputs, inner), generator=generator, dtype=torch.int8)
+    scale, by_amx, expected = torch.rand(outputs, generator=generator).to(x.dtype), out.clone(), out.clone()
+    kernels.call("amx_linear_int8", x, 1, values, scale, bias, by_amx, rows, inner, outputs)
+    chunks = -(-inner // 1024)
+    rounded = torch.empty(chunks * rows * 1024, dtype=torch.int16), torch.empty(chunks * rows, dtype=torch.float32)
+    kernels.call("linear_int8", x, 1, values, scale, bias, *rounded, expected, rows, inner, outputs)
+    return bool(bf16_is_right) and torch.equal(by_amx, expected)
 
 
 def cache_directory() -> Path:
@@ -193,7 +242,8 @@ def build(sources: Path = SOURCES, directory: Path | None = None) -> Path:
 
 
 def _key(sources: Path, compiler: str) -> str:
-    parts = [compiler, _run([compiler, "--version"]), torch.__version__, platform.machine(), repr(FLAGS), repr(ISAS)]
+    flags = repr((FLAGS, ISAS, ADDITIONS))
+    parts = [compiler, _run([compiler, "--version"]), torch.__version__, platform.machine(), flags]
     parts += [f"{path.name}\n{path.read_text('utf-8')}" for path in sorted(sources.iterdir()) if path.is_file()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
@@ -205,9 +255,10 @@ def _hash(path: Path) -> str:
 def _compile(compiler: str, sources: Path, scratch: Path) -> Path:
     """Every source for every instruction set, as many at a time as there are threads, then one library."""
     jobs = {
-        scratch / f"{source.stem}.{isa}.o": [compiler, *FLAGS, *flags, f"-DISA={isa}", "-c", str(source)]
+        scratch / f"{source.stem}.{isa}.o": [compiler, *FLAGS, *ISAS[isa], f"-DISA={isa}", "-c", str(source)]
+        for isa in _known_isas(compiler, scratch)
         for source in sorted(sources.glob("*.cpp"))
-        for isa, flags in ISAS.items()
+        if isa not in ADDITIONS or source.name in ADDITIONS[isa][1]
     }
     commands = [[*command, "-o", str(target)] for target, command in jobs.items()]
     width = torch.get_num_threads()
@@ -217,6 +268,21 @@ def _compile(compiler: str, sources: Path, scratch: Path) -> Path:
     # libgomp comes with torch under the same name: what is already loaded is used, so there is one pool of threads.
     _run([compiler, "-shared", "-fopenmp", *map(str, jobs), "-o", str(library)])
     return library
+
+
+def _known_isas(compiler: str, scratch: Path) -> list[str]:
+    """The instruction sets that this compiler can be asked for."""
+    known = []
+    for isa, flags in ISAS.items():
+        try:
+            if isa in PROBES:
+                source = scratch / f"probe_{isa}.cpp"
+                source.write_text(PROBES[isa])
+                _run([compiler, *flags, "-c", str(source), "-o", str(source.with_suffix(".o"))])
+            known.append(isa)
+        except NativeUnavailable as error:
+            logger.info("lfm2_cb: the native kernels are built without %s: %s", isa, error)
+    return known
 
 
 def _run_all(commands: Sequence[Sequence[str]]) -> list[str]:

@@ -25,8 +25,9 @@ OUTPUT_CHUNK = 512
 #: how much narrower than the group's largest value the 4-bit grid may be (the best by squared error is taken)
 INT4_SHRINKAGE = (1.0, 0.95, 0.9, 0.85, 0.8)
 
-#: rows from which AMX in bf16, dequantising included, is quicker than the kernels (estimated, not measured)
-AMX_ROWS = 32
+#: rows from which the matrix units are quicker than the other kernels (estimated, not measured): multiplying by 8 bits
+#: as they are, or in bf16, dequantising included
+AMX_INT8_ROWS, AMX_ROWS = 13, 32
 _NATIVE_CHUNK = 1024  # inputs that the native kernels round together: CHUNK in csrc/quantized.cpp
 _TINY = 1e-30  # keeps the scale of an all-zero row from being 0
 
@@ -129,8 +130,10 @@ def native_linear(
     """
     out_features, in_features = values.shape[0], x.shape[-1]
     rows, chunks = x.numel() // in_features, -(-in_features // _NATIVE_CHUNK)
-    out = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
     is_int8 = values.dtype == torch.int8
+    if is_int8 and kernels.isa == "amx" and rows >= AMX_INT8_ROWS:
+        return matrix_linear_int8(x, values, scale, bias, kernels=kernels)
+    out = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
     kernels.call(
         "linear_int8" if is_int8 else "linear_int4",
         x.contiguous(),
@@ -144,6 +147,34 @@ def native_linear(
         rows,
         in_features,
         out_features,
+    )
+    return out
+
+
+def matrix_linear_int8(
+    x: torch.Tensor,
+    values: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    kernels: NativeKernels,
+) -> torch.Tensor:
+    """What `native_linear` computes of 8-bit weights, to the bit, by the processor's matrix units (csrc/amx.cpp).
+
+    Args: as `native_linear`. Where the instruction set has no such units, they are emulated, for tests.
+    """
+    out = torch.empty((*x.shape[:-1], len(values)), dtype=x.dtype)
+    kernels.call(
+        "amx_linear_int8",
+        x.contiguous(),
+        int(x.dtype == torch.bfloat16),
+        values,
+        scale.to(x.dtype),
+        None if bias is None else bias.to(x.dtype),
+        out,
+        x.numel() // x.shape[-1],
+        x.shape[-1],
+        len(values),
     )
     return out
 
@@ -166,12 +197,13 @@ def quantized_linear(
 ) -> torch.Tensor:
     """By the native kernels, as `linear_kernels` says or where they can be had; else, and for gradients, by torch.
 
-    Also by torch: many bf16 rows on a processor with AMX, whose matrix units outrun what the kernels use.
+    Also by torch: many bf16 rows on a processor whose matrix units (AMX) the kernels do not use, being quicker so.
     """
     chosen = _kernels.get()
     kernels = resolve_kernels("auto", x.device, x.dtype) if chosen is None else chosen[0]
     rows = x.numel() // x.shape[-1]
-    for_matrix_units = x.dtype == torch.bfloat16 and rows >= AMX_ROWS and _has_amx()
+    by_units = kernels is not None and kernels.isa == "amx" and values.dtype == torch.int8
+    for_matrix_units = x.dtype == torch.bfloat16 and rows >= AMX_ROWS and _has_amx() and not by_units
     if kernels is None or for_matrix_units or rows == 0 or (torch.is_grad_enabled() and x.requires_grad):
         return reference_linear(x, values, scale, bias)
     return native_linear(x, values, scale, bias, kernels=kernels)
