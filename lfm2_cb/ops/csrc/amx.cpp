@@ -57,7 +57,8 @@ struct Ahead {
 
     void ask() {
         const char* stop = end - next < lines * LINE ? end : next + lines * LINE;
-        for (; next < stop; next += LINE) __builtin_prefetch(next, 0, 2);  // into the second-level cache
+        for (const char* line = next; line < stop; line += LINE) __builtin_prefetch(line, 0, 2);  // into the second cache
+        next = stop;
     }
 };
 
