@@ -10,11 +10,11 @@
 // the rows pass by, a tile of a few rows and one or two outputs at a time, whose sums are in registers; the weights
 // that come next are asked for meanwhile.
 #include "integers.h"
+#include "rounding.h"
 
 namespace {
 
-constexpr int64_t CHUNK = 1024, GROUP = 32, MAX_GROUPS = CHUNK / GROUP;
-constexpr float LIMIT = 16383.0f;  // of a rounded input
+constexpr int64_t GROUP = 32, MAX_GROUPS = CHUNK / GROUP;
 constexpr int64_t PANEL = 16;      // outputs: 16 KB of int8 weights a chunk
 constexpr int64_t ROW_BLOCK = 96;  // rows: 192 KB of inputs a chunk, for the second-level cache
 
@@ -304,32 +304,6 @@ void few_rows(const Problem& p, const T* scales, const T* bias, T* out, int64_t 
         case 5: return few_rows_task<5, 2>(p, scales, bias, out, begin, end);
         default: return few_rows_task<6, 2>(p, scales, bias, out, begin, end);
     }
-}
-
-// A chunk of one row to LIMIT by its largest value, which is returned over LIMIT. It is looked for among the bits, in
-// the order of the absolute values, so that a NaN is the largest and comes out. Beyond the row there are zeros.
-template <class T>
-float round_chunk(const T* x, int64_t length, int16_t* to) {
-    int32_t largest_bits = 0;
-    for (int64_t k = 0; k < length; k++) {
-        const float value = to_float(x[k]);
-        int32_t bits;
-        memcpy(&bits, &value, 4);
-        bits &= 0x7fffffff;
-        largest_bits = bits > largest_bits ? bits : largest_bits;
-    }
-    float most;
-    memcpy(&most, &largest_bits, 4);
-    const float inverse = most < 1e-30f ? 0.0f : LIMIT / most;
-    for (int64_t k = 0; k < length; k++) {
-        const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, held in the lower bits
-        const float rounded = to_float(x[k]) * inverse + magic;
-        int32_t bits;
-        memcpy(&bits, &rounded, 4);
-        to[k] = (int16_t)bits;
-    }
-    for (int64_t k = length; k < CHUNK; k++) to[k] = 0;
-    return most / LIMIT;
 }
 
 template <class Kind, class T>
