@@ -3,8 +3,11 @@
 And which instruction set is taken where the units are there, are not, or are wrong.
 """
 
+import ctypes
 import random
 import shutil
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,6 +156,49 @@ def test_a_bad_int8_row_stays_bad_and_alone(kernels):
     out = matrix_linear_int8(*case.args, kernels=kernels)
     assert not out[7].isfinite().any()
     assert out[:7].isfinite().all() and out[8:].isfinite().all()
+
+
+# The instructions themselves
+
+
+class Instructions(NativeKernels):
+    """The kernels compiled for AMX, beside AVX2."""
+
+    def __init__(self, library):
+        super().__init__(native.load()._library, "avx2")
+        self.with_amx = library
+
+    def _find(self, name):
+        return getattr(self.with_amx, f"{name}_amx")
+
+
+@pytest.fixture(scope="module")
+def instructions(tmp_path_factory):
+    """Run by a handler of the signal that a processor without AMX raises at them."""
+    supported = native.load().supported
+    if sys.platform != "linux" or "amx" in supported or "avx2" not in supported:
+        pytest.skip("not Linux, or no AVX2, or AMX is there")
+    folder, compiler = tmp_path_factory.mktemp("amx"), torch.utils.cpp_extension.get_cxx_compiler()
+    if "amx" not in native._known_isas(compiler, folder):
+        pytest.skip("the compiler knows no AMX")
+    flags = [*native.FLAGS, *native.ISAS["avx2"], "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-DISA=amx"]
+    for source in (native.SOURCES / "amx.cpp", Path(__file__).parent / "amx_trap.cpp"):
+        native._run([compiler, *flags, "-shared", str(source), "-o", str(folder / source.stem)])
+    trap = ctypes.CDLL(str(folder / "amx_trap"))
+    trap.trap_amx()
+    yield Instructions(ctypes.CDLL(str(folder / "amx")))
+    assert trap.end_trap() > 10_000
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_instructions_do_what_the_emulation_does(seed, instructions):
+    torch.set_num_threads(1 + seed % 3)
+    emulated = native.load().using("avx2")
+    case = Case(seed)
+    assert torch.equal(matrix_linear(instructions, *case.args), matrix_linear(emulated, *case.args))
+    case = Int8Case(seed)
+    by_emulation = matrix_linear_int8(*case.args, kernels=emulated)
+    assert torch.equal(matrix_linear_int8(*case.args, kernels=instructions), by_emulation)
 
 
 # What is taken where
