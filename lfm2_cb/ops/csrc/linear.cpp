@@ -1,14 +1,16 @@
 // x @ weight.T (+ bias) for few rows of x: the weights are read once, from where they are, at the memory's speed.
 //
 // A thread takes TASK outputs, a few at a time for all rows. Rows are taken in tiles, each loaded weight being used for
-// the whole tile; the next tile finds the weights in the first cache.
+// the whole tile; the next tile finds the weights in the first cache. What comes between two tiles is kept short and
+// without branches, as the processor asks for no further weights meanwhile.
 #include "simd.h"
 
 namespace {
 
-constexpr int MOST = 6;        // rows of a tile
-constexpr int64_t TASK = 48;   // outputs of a task: a multiple of what a tile may have
-constexpr int64_t AHEAD = 512; // bytes of prefetch along each run of weights
+constexpr int MOST = 6;            // rows of a tile
+constexpr int64_t PASS = 2 * MOST; // rows that pass over the weights together, in one tile or two
+constexpr int64_t TASK = 48;       // outputs of a task: a multiple of what a tile may have
+constexpr int64_t AHEAD = 512;     // bytes of prefetch along each run of weights
 
 // A block of weights is one load: W fp32 in their order, or 2 * W bf16, of which the even ones come first, then the
 // odd ones, as taking them apart so costs one operation a vector. The inputs are put into the same order, once.
@@ -24,13 +26,31 @@ inline vec load_part(const bf16* block, int part) {
     return (vec)(part ? pairs & 0xffff0000 : pairs << 16);
 }
 
-// One row of inputs in that order; the rest, which fills no block, stays as it is.
+// acc += a * b, as written: compilers load the inputs once for each output, and the loads are then what is waited for.
+inline void multiply_add(vec& acc, vec a, vec b) {
+#if defined(__FMA__)
+    asm("vfmadd231ps %1, %2, %0" : "+v"(acc) : "v"(a), "v"(b));
+#else
+    acc += a * b;
+#endif
+}
+
+// Loops marked so are unrolled whole, so that their arrays are registers.
+#define UNROLLED _Pragma("GCC unroll 16")
+
+template <class T>
+int64_t whole_blocks(int64_t in) {
+    return in / BLOCK<T> * BLOCK<T>;
+}
+
+// One row of inputs in that order, with zeros to the end of the last block.
 template <class T>
 void order_inputs(const T* x, int64_t in, float* to) {
-    int64_t k = 0;
-    for (; k + BLOCK<T> <= in; k += BLOCK<T>)
-        for (int p = 0; p < PARTS<T>; p++) store(to + k + p * W, load_part(x + k, p));
-    for (; k < in; k++) to[k] = to_float(x[k]);
+    const int64_t whole = whole_blocks<T>(in);
+    T rest[BLOCK<T>] = {};
+    memcpy(rest, x + whole, (in - whole) * sizeof(T));
+    for (int64_t k = 0; k < in; k += BLOCK<T>)
+        for (int p = 0; p < PARTS<T>; p++) store(to + k + p * W, load_part(k < whole ? x + k : rest, p));
 }
 
 template <class T>
@@ -41,64 +61,82 @@ struct Linear {
     int64_t rows, in, outputs, stride;
 };
 
-// Sums of `rows` rows from `row` on, and of the outputs `output`, `output + apart`, ...
+// Sums of `rows` rows from `row` on, and of the outputs `output`, `output + apart`, ...: to sums[row][0, apart, ...].
 template <int rows, int outputs, class T>
-inline void tile(const Linear<T>& l, int64_t row, int64_t output, int64_t apart) {
+inline void tile(const Linear<T>& l, int64_t row, int64_t output, int64_t apart, float* sums) {
     // Few sums would wait for each other: then the parts of a block have their own.
     constexpr int PART_SUMS = rows * outputs * PARTS<T> <= 8 ? PARTS<T> : 1;
-    vec sums[rows][outputs][PART_SUMS] = {};
     const float* x = l.x + row * l.stride;
     const T* w = l.w + output * l.in;
-    int64_t k = 0;
-    for (; k + BLOCK<T> <= l.in; k += BLOCK<T>) {
-        for (int o = 0; o < outputs; o++) __builtin_prefetch((const char*)(w + o * apart * l.in + k) + AHEAD);
-        for (int p = 0; p < PARTS<T>; p++) {
-            vec weights[outputs];
-            for (int o = 0; o < outputs; o++) weights[o] = load_part(w + o * apart * l.in + k, p);
-            for (int r = 0; r < rows; r++) {
-                const vec input = load(x + r * l.stride + k + p * W);
-                for (int o = 0; o < outputs; o++) sums[r][o][p % PART_SUMS] += input * weights[o];
+    const int64_t whole = whole_blocks<T>(l.in);
+    int64_t run = apart * l.in;
+    T rest[outputs * BLOCK<T>];  // what fills no block, and zeros
+    if (whole < l.in) {
+        memset(rest, 0, sizeof rest);
+        for (int o = 0; o < outputs; o++) memcpy(rest + o * BLOCK<T>, w + o * run + whole, (l.in - whole) * sizeof(T));
+    }
+    vec acc[PART_SUMS][rows * outputs] = {};
+    for (int64_t k = 0, end = whole; k < l.in; end = l.in, w = rest - whole, run = BLOCK<T>)
+        for (; k < end; k += BLOCK<T>) {
+            UNROLLED for (int o = 0; o < outputs; o++) __builtin_prefetch((const char*)(w + o * run + k) + AHEAD);
+            UNROLLED for (int p = 0; p < PARTS<T>; p++) {
+                vec weights[outputs];
+                UNROLLED for (int o = 0; o < outputs; o++) weights[o] = load_part(w + o * run + k, p);
+                UNROLLED for (int r = 0; r < rows; r++) {
+                    const vec input = load(x + r * l.stride + k + p * W);
+                    UNROLLED for (int o = 0; o < outputs; o++)
+                        multiply_add(acc[p % PART_SUMS][r * outputs + o], weights[o], input);
+                }
             }
         }
-    }
-    for (int r = 0; r < rows; r++)
-        for (int o = 0; o < outputs; o++) {
-            vec whole = sums[r][o][0];
-            if constexpr (PART_SUMS == 2) whole += sums[r][o][1];
-            const int64_t to = output + o * apart;
-            float s = sum(whole);
-            for (int64_t rest = k; rest < l.in; rest++)
-                s += x[r * l.stride + rest] * to_float(w[o * apart * l.in + rest]);
-            assign(l.out + (row + r) * l.outputs + to, s + (l.bias ? to_float(l.bias[to]) : 0.0f));
-        }
+    constexpr int count = (rows * outputs + W - 1) / W * W;
+    vec all[count] = {};
+    float totals[count];
+    UNROLLED for (int i = 0; i < rows * outputs; i++)
+        all[i] = PART_SUMS == 2 ? acc[0][i] + acc[PART_SUMS - 1][i] : acc[0][i];
+    for (int i = 0; i < count; i += W) store(totals + i, sum_each(all + i));
+    UNROLLED for (int r = 0; r < rows; r++)
+        UNROLLED for (int o = 0; o < outputs; o++) sums[r * TASK + o * apart] = totals[r * outputs + o];
 }
 
-// The tile's outputs for all rows from `row` on, `rows` at a time and then what is left.
+// The same for `count` rows: `rows` of them, and the others, as many or one fewer, where there are any.
 template <int rows, int outputs, class T>
-inline void all_rows(const Linear<T>& l, int64_t row, int64_t output, int64_t apart) {
-    for (; row + rows <= l.rows; row += rows) tile<rows, outputs>(l, row, output, apart);
+inline void all_rows(const Linear<T>& l, int64_t row, int64_t count, int64_t output, int64_t apart, float* sums) {
+    tile<rows, outputs>(l, row, output, apart, sums);
+    if (count == 2 * rows) tile<rows, outputs>(l, row + rows, output, apart, sums + rows * TASK);
     if constexpr (rows > 1)
-        if (row < l.rows) all_rows<rows - 1, outputs>(l, row, output, apart);
+        if (count == 2 * rows - 1 && count > rows)
+            tile<rows - 1, outputs>(l, row + rows, output, apart, sums + rows * TASK);
 }
 
 // Outputs begin ... end as `most` runs side by side, so that each is read on and on, as the processor foresees.
 template <int rows, int most, class T>
-inline void all_outputs(const Linear<T>& l, int64_t begin, int64_t end) {
+void all_outputs(const Linear<T>& l, int64_t row, int64_t count, int64_t begin, int64_t end) {
+    float sums[PASS][TASK];
     const int64_t apart = (end - begin) / most;
-    for (int64_t i = 0; i < apart; i++) all_rows<rows, most>(l, 0, begin + i, apart);
-    for (int64_t o = begin + apart * most; o < end; o++) all_rows<rows, 1>(l, 0, o, 0);
+    for (int64_t i = 0; i < apart; i++) all_rows<rows, most>(l, row, count, begin + i, apart, sums[0] + i);
+    for (int64_t o = begin + apart * most; o < end; o++) all_rows<rows, 1>(l, row, count, o, 0, sums[0] + o - begin);
+    for (int64_t r = 0; r < count; r++) {
+        T* out = l.out + (row + r) * l.outputs;
+        int64_t o = begin;
+        for (; o + W <= end; o += W)
+            store(out + o, load(sums[r] + o - begin) + (l.bias ? load(l.bias + o) : vec{}));
+        for (; o < end; o++) assign(out + o, sums[r][o - begin] + (l.bias ? to_float(l.bias[o]) : 0.0f));
+    }
 }
 
 template <class T>
 void outputs_of(const Linear<T>& l, int64_t begin, int64_t end) {
-    const int64_t tiles = (l.rows + MOST - 1) / MOST;
-    switch ((l.rows + tiles - 1) / tiles) {  // 7 rows are 4 + 3 rather than 6 + 1; sums are what the registers hold
-        case 1: all_outputs<1, 4>(l, begin, end); break;
-        case 2: all_outputs<2, 4>(l, begin, end); break;
-        case 3: all_outputs<3, 3>(l, begin, end); break;
-        case 4: all_outputs<4, 3>(l, begin, end); break;
-        case 5: all_outputs<5, 2>(l, begin, end); break;
-        default: all_outputs<6, 2>(l, begin, end);
+    for (int64_t row = 0; row < l.rows; row += PASS) {
+        const int64_t count = l.rows - row < PASS ? l.rows - row : PASS;
+        switch (count <= MOST ? count : (count + 1) / 2) {  // 7 rows are 4 + 3 rather than 6 + 1
+            case 1: all_outputs<1, 4>(l, row, count, begin, end); break;
+            case 2: all_outputs<2, 4>(l, row, count, begin, end); break;
+            case 3: all_outputs<3, 3>(l, row, count, begin, end); break;
+            case 4: all_outputs<4, 3>(l, row, count, begin, end); break;
+            case 5: all_outputs<5, 2>(l, row, count, begin, end); break;
+            default: all_outputs<6, 2>(l, row, count, begin, end);
+        }
     }
 }
 
