@@ -105,7 +105,7 @@ inline void all_rows(const Linear<T>& l, int64_t row, int64_t count, int64_t out
     tile<rows, outputs>(l, row, output, apart, sums);
     if (count == 2 * rows) tile<rows, outputs>(l, row + rows, output, apart, sums + rows * TASK);
     if constexpr (rows > 1)
-        if (count == 2 * rows - 1 && count > rows)
+        if (count == 2 * rows - 1)
             tile<rows - 1, outputs>(l, row + rows, output, apart, sums + rows * TASK);
 }
 

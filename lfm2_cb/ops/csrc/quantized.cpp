@@ -21,18 +21,24 @@ constexpr int64_t ROW_BLOCK = 96;  // rows: 192 KB of inputs a chunk, for the se
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Loops marked so are unrolled whole, so that their arrays are registers.
-#define UNROLLED _Pragma("GCC unroll 8")
+#define UNROLLED _Pragma("GCC unroll 16")
 
 constexpr int fours(int n) { return (n + 3) / 4 * 4; }
+
+// Each of COUNT accumulators, a multiple of four, summed.
+template <int COUNT, class Vec4>
+inline void sum_all(const Vec4* accumulators, float* sums) {
+    for (int i = 0; i < COUNT; i += 4) {
+        const vec4 four = to_floats(sum_each4(accumulators + i));
+        memcpy(sums + i, &four, sizeof four);
+    }
+}
 
 // Each of a tile's accumulators [ROWS][OUTS] summed, into rows of PANEL.
 template <int ROWS, int OUTS, class Vec4>
 inline void store_sums(const Vec4* accumulators, float* sums) {
     float totals[fours(ROWS * OUTS)];
-    for (int i = 0; i < fours(ROWS * OUTS); i += 4) {
-        const vec4 four = to_floats(sum_each4(accumulators + i));
-        memcpy(totals + i, &four, sizeof four);
-    }
+    sum_all<fours(ROWS * OUTS)>(accumulators, totals);
     for (int r = 0; r < ROWS; r++) memcpy(sums + r * PANEL, totals + r * OUTS, OUTS * sizeof(float));
 }
 
@@ -187,14 +193,29 @@ void multiply_rows(int64_t rows, const Problem& p, const int16_t* x, const char*
     }
 }
 
+// out = acc [rows][WIDTH] * scales + bias, where there are these, for `outputs` from `output` on.
+template <int64_t WIDTH, class T>
+void store_block(const float (*acc)[WIDTH], const T* scales, const T* bias, T* out, int64_t stride, int64_t rows,
+                 int64_t output, int64_t outputs) {
+    float factors[WIDTH], addends[WIDTH];
+    for (int64_t o = 0; o < outputs; o++) {
+        factors[o] = scales ? to_float(scales[output + o]) : 1.0f;
+        addends[o] = bias ? to_float(bias[output + o]) : 0.0f;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        T* to = out + r * stride + output;
+        int64_t o = 0;
+        for (; o + W <= outputs; o += W) store(to + o, load(acc[r] + o) * load(factors + o) + load(addends + o));
+        for (; o < outputs; o++) assign(to + o, acc[r][o] * factors[o] + addends[o]);
+    }
+}
+
 // out[row ... row + rows][output ... output + outputs], of at most ROW_BLOCK rows and PANEL outputs.
 template <class Kind, class T>
 void compute_block(const Problem& p, const T* scales, const T* bias, T* out, int64_t row, int64_t rows, int64_t output,
                    int64_t outputs) {
-    float acc[ROW_BLOCK][PANEL], output_scales[PANEL], first[PANEL] = {}, group_scales[PANEL][MAX_GROUPS];
-    for (int64_t o = 0; o < PANEL; o++) output_scales[o] = scales && o < outputs ? to_float(scales[output + o]) : 1.0f;
-    for (int64_t o = 0; bias && o < outputs; o++) first[o] = to_float(bias[output + o]);
-    for (int64_t r = 0; r < rows; r++) memcpy(acc[r], first, sizeof first);
+    float acc[ROW_BLOCK][PANEL], group_scales[PANEL][MAX_GROUPS];
+    memset(acc, 0, rows * sizeof acc[0]);
 
     const int64_t tiles = (rows + Kind::ROWS - 1) / Kind::ROWS;
     for (int64_t chunk = 0; chunk < p.chunks; chunk++) {
@@ -222,76 +243,65 @@ void compute_block(const Problem& p, const T* scales, const T* bias, T* out, int
             multiply(tile_rows, p, p.inputs + i * CHUNK, weights, outputs, p.length(chunk), group_scales[0], ahead,
                      sums[0]);
             for (int64_t r = 0; r < tile_rows; r++)
-                for (int64_t o = 0; o < PANEL; o += W) {
-                    const vec scale = p.input_scales[i + r] * load(output_scales + o);
-                    store(acc[done + r] + o, load(acc[done + r] + o) + load(sums[r] + o) * scale);
-                }
+                for (int64_t o = 0; o < PANEL; o += W)
+                    store(acc[done + r] + o, load(acc[done + r] + o) + load(sums[r] + o) * p.input_scales[i + r]);
         }
     }
-    for (int64_t r = 0; r < rows; r++) {
-        T* to = out + (row + r) * p.outputs + output;
-        if (outputs == PANEL)
-            for (int64_t o = 0; o < PANEL; o += W) store(to + o, load(acc[r] + o));
-        else
-            for (int64_t o = 0; o < outputs; o++) assign(to + o, acc[r][o]);
-    }
+    store_block<PANEL>(acc, scales, bias, out + row * p.outputs, p.outputs, rows, output, outputs);
 }
 
 // 8 bits, few rows: what is waited for is memory. OUTS runs of weights are read side by side, each on and on, as the
 // processor foresees; the sums and their order are those of compute_block, so the results are the same to the bit.
+// What comes between two chunks is kept short, as no further weights are asked for meanwhile.
 constexpr int64_t TASK = 48, LINE = 64, AHEAD = 512;  // outputs of a task; bytes of the cache's line, and of prefetch
 
-template <int ROWS, int OUTS, class T>
-void few_rows_tile(const Problem& p, const T* scales, const T* bias, T* out, int64_t output, int64_t apart) {
-    float acc[ROWS][OUTS], output_scales[OUTS];
-    for (int o = 0; o < OUTS; o++) {
-        output_scales[o] = to_float(scales[output + o * apart]);
-        for (int r = 0; r < ROWS; r++) acc[r][o] = bias ? to_float(bias[output + o * apart]) : 0.0f;
-    }
+// Sums of all rows, and of the outputs `output`, `output + apart`, ...: to sums[row][0, apart, ...].
+template <int ROWS, int OUTS>
+inline void few_rows_tile(const Problem& p, int64_t output, int64_t apart, float* sums) {
+    constexpr int COUNT = fours(ROWS * OUTS);
+    float totals[COUNT] = {};
     for (int64_t chunk = 0; chunk < p.chunks; chunk++) {
         const int8_t* w = (const int8_t*)p.weights + output * p.stride + chunk * CHUNK;
         const int16_t* x = p.inputs + chunk * ROWS * CHUNK;
-        const int64_t length = p.length(chunk), run = apart * p.stride;
-        Sums sums[OUTS][ROWS] = {};
-        int64_t k = 0;
-        for (; k + LINE <= length; k += LINE) {
-            UNROLLED for (int o = 0; o < OUTS; o++) __builtin_prefetch(w + o * run + k + AHEAD);
-            for (int64_t i = k; i < k + LINE; i += LANES) {
-                V weights[OUTS];
-                UNROLLED for (int o = 0; o < OUTS; o++) weights[o] = load_weights(w + o * run + i);
-                UNROLLED for (int r = 0; r < ROWS; r++) {
-                    const V inputs = load_inputs(x + r * CHUNK + i);
-                    UNROLLED for (int o = 0; o < OUTS; o++)
-                        sums[o][r] = multiply_add(sums[o][r], weights[o], inputs);
+        const int64_t length = p.length(chunk), whole = length / LINE * LINE;
+        int64_t run = apart * p.stride;
+        int8_t rest[OUTS * LINE];  // what fills no line, and zeros, as behind the inputs
+        if (whole < length) {
+            memset(rest, 0, sizeof rest);
+            for (int o = 0; o < OUTS; o++) memcpy(rest + o * LINE, w + o * run + whole, length - whole);
+        }
+        Sums acc[ROWS * OUTS] = {};
+        for (int64_t k = 0, end = whole; k < length; end = length, w = rest - whole, run = LINE)
+            for (; k < end; k += LINE) {
+                UNROLLED for (int o = 0; o < OUTS; o++) __builtin_prefetch(w + o * run + k + AHEAD);
+                UNROLLED for (int64_t i = k; i < k + LINE; i += LANES) {
+                    V weights[OUTS];
+                    UNROLLED for (int o = 0; o < OUTS; o++) weights[o] = load_weights(w + o * run + i);
+                    UNROLLED for (int r = 0; r < ROWS; r++) {
+                        const V inputs = load_inputs(x + r * CHUNK + i);
+                        UNROLLED for (int o = 0; o < OUTS; o++)
+                            acc[r * OUTS + o] = multiply_add(acc[r * OUTS + o], weights[o], inputs);
+                    }
                 }
             }
-        }
-        if (k < length)
-            for (int o = 0; o < OUTS; o++) {
-                int8_t rest[LINE] = {};  // what fills no line, and zeros, as behind the inputs
-                memcpy(rest, w + o * run + k, length - k);
-                for (int64_t i = 0; i < LINE; i += LANES)
-                    for (int r = 0; r < ROWS; r++)
-                        sums[o][r] = multiply_add(sums[o][r], load_weights(rest + i), load_inputs(x + r * CHUNK + k + i));
-            }
-        ivec4 folded[fours(ROWS * OUTS)] = {};
-        UNROLLED for (int r = 0; r < ROWS; r++)
-            UNROLLED for (int o = 0; o < OUTS; o++) folded[r * OUTS + o] = fold(sums[o][r]);
-        float totals[ROWS][PANEL];
-        store_sums<ROWS, OUTS>(folded, totals[0]);
-        for (int o = 0; o < OUTS; o++)
-            for (int r = 0; r < ROWS; r++)
-                acc[r][o] += totals[r][o] * (p.input_scales[chunk * ROWS + r] * output_scales[o]);
+        ivec4 folded[COUNT] = {};
+        UNROLLED for (int i = 0; i < ROWS * OUTS; i++) folded[i] = fold(acc[i]);
+        float products[COUNT];
+        sum_all<COUNT>(folded, products);
+        const float* scales = p.input_scales + chunk * ROWS;
+        UNROLLED for (int i = 0; i < ROWS * OUTS; i++) totals[i] += products[i] * scales[i / OUTS];
     }
-    for (int o = 0; o < OUTS; o++)
-        for (int r = 0; r < ROWS; r++) assign(out + r * p.outputs + output + o * apart, acc[r][o]);
+    UNROLLED for (int r = 0; r < ROWS; r++)
+        UNROLLED for (int o = 0; o < OUTS; o++) sums[r * TASK + o * apart] = totals[r * OUTS + o];
 }
 
 template <int ROWS, int OUTS, class T>
 void few_rows_task(const Problem& p, const T* scales, const T* bias, T* out, int64_t begin, int64_t end) {
+    float sums[ROWS][TASK];
     const int64_t apart = (end - begin) / OUTS;
-    for (int64_t i = 0; i < apart; i++) few_rows_tile<ROWS, OUTS>(p, scales, bias, out, begin + i, apart);
-    for (int64_t o = begin + apart * OUTS; o < end; o++) few_rows_tile<ROWS, 1>(p, scales, bias, out, o, 0);
+    for (int64_t i = 0; i < apart; i++) few_rows_tile<ROWS, OUTS>(p, begin + i, apart, sums[0] + i);
+    for (int64_t o = begin + apart * OUTS; o < end; o++) few_rows_tile<ROWS, 1>(p, o, 0, sums[0] + o - begin);
+    store_block<TASK>(sums, scales, bias, out, p.outputs, ROWS, begin, end - begin);
 }
 
 template <class T>
