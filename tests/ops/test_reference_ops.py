@@ -142,6 +142,22 @@ def test_products_by_the_native_kernels(isa, dtype, product):
         torch.testing.assert_close(got.double(), exact, rtol=rounding, atol=1e-5 * inner**0.5)
 
 
+@pytest.mark.parametrize("isa", native.ISAS)
+@pytest.mark.parametrize("inner", [1, 70, 1024])
+def test_a_row_of_few_in_fp32_does_not_depend_on_the_others(isa, inner):
+    try:
+        kernels = native.load().using(isa)
+    except native.NativeUnavailable as reason:
+        pytest.skip(str(reason))
+    x, weight, bias = torch.randn(27, inner), torch.randn(101, inner), torch.randn(101)
+    x[20, 0] = torch.nan
+    whole = few_rows_linear(kernels, x, weight, bias)
+    assert whole.isnan().all(1).nonzero().flatten().tolist() == [20]
+    for rows in range(1, 15):
+        for begin in (0, 3):
+            assert torch.equal(few_rows_linear(kernels, x[begin : begin + rows], weight, bias), whole[begin:][:rows])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_of_many_does_not_depend_on_the_others(dtype):
     kernels, threads = native.load(), torch.get_num_threads()
