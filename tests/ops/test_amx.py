@@ -187,7 +187,7 @@ def instructions(tmp_path_factory):
     trap = ctypes.CDLL(str(folder / "amx_trap"))
     trap.trap_amx()
     yield Instructions(ctypes.CDLL(str(folder / "amx")))
-    assert trap.end_trap() > 10_000
+    assert trap.end_trap() > 0
 
 
 @pytest.mark.parametrize("seed", range(12))
