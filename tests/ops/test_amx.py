@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lfm2_cb.ops import native, quantized
-from lfm2_cb.ops.linear import PackedLinear, matrix_linear
+from lfm2_cb.ops.linear import FEW_ROWS, PackedLinear, matrix_linear
 from lfm2_cb.ops.native import NativeKernels, amx_is_right
 from lfm2_cb.ops.quantized import (
     QuantizedLinear,
@@ -226,13 +226,13 @@ def amx(monkeypatch):
 
 def test_a_layer_takes_the_units_for_many_rows(amx):
     layer = PackedLinear(70, 33).to(torch.bfloat16)
-    layer.native = True
+    layer.native, few = True, FEW_ROWS[torch.bfloat16]
     with torch.no_grad():
-        for rows, kernel in ((12, "few_rows_linear_bf16"), (13, "amx_linear_bf16")):
+        for rows, kernel in ((few, "few_rows_linear_bf16"), (few + 1, "amx_linear_bf16")):
             out = layer(x := torch.randn(rows, 70).to(torch.bfloat16))
             assert amx.called.pop() == kernel
             torch.testing.assert_close(out.float(), (x @ layer.weight.T + layer.bias).float(), rtol=2e-2, atol=2e-2)
-        layer.float()(torch.randn(13, 70))
+        layer.float()(torch.randn(FEW_ROWS[torch.float32] + 1, 70))
         assert amx.called == ["many_rows_linear_f32"]
 
 

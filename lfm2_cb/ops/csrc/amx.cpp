@@ -193,12 +193,7 @@ struct Int8 {
     }
 
     void compute(Tiles& tiles, const Panel& panel, int64_t group, const char* packed, Ahead& ahead) const {
-        float acc[PANEL][SIDE], output_scales[PANEL] = {};
-        for (int64_t o = 0; o < PANEL; o++) {
-            const bool there = o < panel.outputs;
-            output_scales[o] = there ? to_float(scales[panel.first + o]) : 0.0f;
-            for (int64_t t = 0; t < SIDE; t++) acc[o][t] = there && bias ? to_float(bias[panel.first + o]) : 0.0f;
-        }
+        float acc[PANEL][SIDE] = {};
         const int64_t steps = ratio_up(in, LINE);
         for (int64_t step = 0; step < steps; step += CHUNK_STEPS) {
             zero_sums(tiles);
@@ -213,9 +208,12 @@ struct Int8 {
                     memcpy(&high, sums[o / SIDE][0][o % SIDE] + t, sizeof high);
                     memcpy(&low, sums[o / SIDE][1][o % SIDE] + t, sizeof low);
                     const vec total = __builtin_convertvector((ivec)((high << 8) + low), vec);
-                    const vec scale = load(token_scales + t) * output_scales[o];
-                    store(acc[o] + t, load(acc[o] + t) + total * scale);
+                    store(acc[o] + t, load(acc[o] + t) + total * load(token_scales + t));
                 }
+        }
+        for (int64_t o = 0; o < panel.outputs; o++) {
+            const float scale = to_float(scales[panel.first + o]), addend = bias ? to_float(bias[panel.first + o]) : 0.0f;
+            for (int64_t t = 0; t < SIDE; t += W) store(acc[o] + t, load(acc[o] + t) * scale + addend);
         }
         for (int64_t a = 0; a < PANEL; a += SIDE)
             write(acc[a], (const T*)nullptr, out + group * TOKENS * outputs + panel.first + a,
