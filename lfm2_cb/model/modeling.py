@@ -120,7 +120,7 @@ class Lfm2CbRotaryEmbedding(nn.Module):
         self, x: torch.Tensor, position_ids: torch.Tensor, native: NativeKernels | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same with the frequencies as they are, which no length changes: native as in `ops.pointwise.rotary`."""
-        inv_freq = self.inv_freq.to(device=x.device, dtype=torch.float)
+        inv_freq = self.inv_freq.to(x.device)
         return rotary(position_ids, inv_freq, self.attention_scaling, x.dtype, native)
 
 

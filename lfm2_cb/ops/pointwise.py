@@ -55,15 +55,15 @@ def rotary(
     dtype: torch.dtype,
     native: NativeKernels | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos, sin `[..., 1, 2 * half]` in `dtype`, times `scale`, for positions `[...]` int64 and inv_freq `[half]` fp32;
-    the 1 broadcasts over heads. native: as in `rms_norm`, and positions `[tokens]`."""
-    if native is None:
-        freqs = positions[..., None].float() * inv_freq
+    """cos, sin `[..., 1, 2 * half]` in `dtype`, times `scale`, for positions `[...]` int64 and inv_freq `[half]`,
+    taken as fp32; the 1 broadcasts over heads. native: as in `rms_norm`, and positions `[tokens]`."""
+    if native is None or inv_freq.dtype not in (torch.float32, torch.bfloat16):
+        freqs = positions[..., None].float() * inv_freq.float()
         angles = torch.cat((freqs, freqs), dim=-1).unsqueeze(-2)
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
     shape = len(positions), 1, 2 * len(inv_freq)
     cos, sin = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
-    size = len(positions), len(inv_freq), dtype == torch.bfloat16
+    size = len(positions), len(inv_freq), inv_freq.dtype == torch.bfloat16, dtype == torch.bfloat16
     native.call("rotary", positions, inv_freq.contiguous(), cos, sin, *size, float(scale))
     return cos, sin
 

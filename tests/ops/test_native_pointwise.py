@@ -58,11 +58,12 @@ def test_norm_rotate(kernels, dtype, dim, tokens):
 
 @DTYPES
 @pytest.mark.parametrize("half", [1, 5, 32])
-def test_rotary(kernels, dtype, half):
+@pytest.mark.parametrize("frequencies", [torch.float32, torch.bfloat16], ids=str)
+def test_rotary(kernels, dtype, half, frequencies):
     """To half a unit in the last place of the angles' cosines and sines, however far the position."""
     positions = torch.randint(0, 128_000, (300,))
-    inv_freq = 1 / 1e6 ** (torch.arange(half) / half)
-    angles = (positions.float()[:, None] * inv_freq).repeat(1, 2).unsqueeze(1).double()
+    inv_freq = (1 / 1e6 ** (torch.arange(half) / half)).to(frequencies)
+    angles = (positions.float()[:, None] * inv_freq.float()).repeat(1, 2).unsqueeze(1).double()
     for got, exact in zip(rotary(positions, inv_freq, 0.7, dtype, kernels), (angles.cos(), angles.sin()), strict=True):
         assert got.shape == (300, 1, 2 * half) and got.dtype == dtype
         torch.testing.assert_close(got.double(), 0.7 * exact, rtol=2**-23 if dtype == torch.float32 else 2**-8, atol=0)

@@ -107,13 +107,13 @@ void swiglu(const T* x, T* out, int64_t tokens, int64_t width, int64_t num_threa
 }
 
 // cos and sin of position * frequency, each twice over, for either half of a head.
-template <class T>
-void rotary(const int64_t* positions, const float* frequencies, T* cosines, T* sines, int64_t tokens, int64_t half,
+template <class F, class T>
+void rotary(const int64_t* positions, const F* frequencies, T* cosines, T* sines, int64_t tokens, int64_t half,
             float scale, int64_t num_threads) {
 #pragma omp parallel for schedule(static) num_threads(threads_for(tokens * half * 16, num_threads))
     for (int64_t t = 0; t < tokens; t++)
         for (int64_t i = 0; i < half; i++) {
-            const float angle = (float)positions[t] * frequencies[i];  // rounded to fp32 before its cosine, as in torch
+            const float angle = (float)positions[t] * to_float(frequencies[i]);  // rounded to fp32 before its cosine, as in torch
             for (int64_t at : {2 * t * half + i, (2 * t + 1) * half + i}) {
                 assign(cosines + at, (float)cos((double)angle) * scale);
                 assign(sines + at, (float)sin((double)angle) * scale);
@@ -205,12 +205,16 @@ KERNEL(norm_rotate)(const void* x, const void* q_weight, const void* k_weight, c
 REPLAYABLE(norm_rotate)
 
 // cosines, sines [tokens, 2 * half] of positions [tokens] times frequencies [half], both times scale
-KERNEL(rotary)(const int64_t* positions, const float* frequencies, void* cosines, void* sines, int64_t tokens,
-               int64_t half, int64_t is_bf16, double scale, int64_t num_threads) {
+KERNEL(rotary)(const int64_t* positions, const void* frequencies, void* cosines, void* sines, int64_t tokens,
+               int64_t half, int64_t bf16_frequencies, int64_t is_bf16, double scale, int64_t num_threads) {
+    const float* f = (const float*)frequencies;
+    const bf16* b = (const bf16*)frequencies;
     if (is_bf16)
-        rotary(positions, frequencies, (bf16*)cosines, (bf16*)sines, tokens, half, scale, num_threads);
+        bf16_frequencies ? rotary(positions, b, (bf16*)cosines, (bf16*)sines, tokens, half, scale, num_threads)
+                         : rotary(positions, f, (bf16*)cosines, (bf16*)sines, tokens, half, scale, num_threads);
     else
-        rotary(positions, frequencies, (float*)cosines, (float*)sines, tokens, half, scale, num_threads);
+        bf16_frequencies ? rotary(positions, b, (float*)cosines, (float*)sines, tokens, half, scale, num_threads)
+                         : rotary(positions, f, (float*)cosines, (float*)sines, tokens, half, scale, num_threads);
 }
 REPLAYABLE(rotary)
 
