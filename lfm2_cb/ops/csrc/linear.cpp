@@ -1,6 +1,6 @@
 // x @ weight.T (+ bias) for few rows of x: the weights are read once, from where they are, at the memory's speed.
 //
-// A thread takes TASK outputs, a few at a time for all rows. Rows are taken in tiles, each loaded weight being used for
+// A thread takes up to TASK outputs, a few at a time for all rows. Rows are taken in tiles, each loaded weight being used for
 // the whole tile; the next tile finds the weights in the first cache. What comes between two tiles is kept short and
 // without branches, as the processor asks for no further weights meanwhile.
 #include "simd.h"
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int MOST = 6;            // rows of a tile
 constexpr int64_t PASS = 2 * MOST; // rows that pass over the weights together, in one tile or two
-constexpr int64_t TASK = 48;       // outputs of a task: a multiple of what a tile may have
+constexpr int64_t TASK = 256;      // most outputs of a task: the longer the runs, the better they are foreseen
 constexpr int64_t AHEAD = 512;     // bytes of prefetch along each run of weights
 
 // A block of weights is one load: W fp32 in their order, or 2 * W bf16, of which the even ones come first, then the
@@ -146,10 +146,10 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t rows, int64_t
     float* ordered = (float*)aligned_alloc(64, rows * stride * sizeof(float));
     for (int64_t r = 0; r < rows; r++) order_inputs(x + r * in, in, ordered + r * stride);
     const Linear<T> l = {ordered, w, bias, out, rows, in, outputs, stride};
-    const int64_t tasks = (outputs + TASK - 1) / TASK;
+    const int64_t share = even_share(outputs, threads, TASK);
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t t = 0; t < tasks; t++)
-        outputs_of(l, t * TASK, (t + 1) * TASK < outputs ? (t + 1) * TASK : outputs);
+    for (int64_t begin = 0; begin < outputs; begin += share)
+        outputs_of(l, begin, begin + share < outputs ? begin + share : outputs);
     free(ordered);
 }
 

@@ -253,7 +253,7 @@ void compute_block(const Problem& p, const T* scales, const T* bias, T* out, int
 // 8 bits, few rows: what is waited for is memory. OUTS runs of weights are read side by side, each on and on, as the
 // processor foresees; the sums and their order are those of compute_block, so the results are the same to the bit.
 // What comes between two chunks is kept short, as no further weights are asked for meanwhile.
-constexpr int64_t TASK = 48, LINE = 64, AHEAD = 512;  // outputs of a task; bytes of the cache's line, and of prefetch
+constexpr int64_t TASK = 256, LINE = 64, AHEAD = 512;  // most outputs of a task; bytes of the cache's line, and of prefetch
 
 // Sums of all rows, and of the outputs `output`, `output + apart`, ...: to sums[row][0, apart, ...].
 template <int ROWS, int OUTS>
@@ -322,6 +322,7 @@ void linear(Problem p, const void* x, const void* scales, const void* bias, void
     p.inputs = inputs;
     p.input_scales = input_scales;
     p.chunks = (p.width + CHUNK - 1) / CHUNK;
+    const int64_t share = even_share(p.outputs, threads, TASK);  // of few rows
     const int64_t panels = (p.outputs + PANEL - 1) / PANEL, blocks = (p.rows + ROW_BLOCK - 1) / ROW_BLOCK;
 #pragma omp parallel num_threads(threads)
     {
@@ -333,8 +334,8 @@ void linear(Problem p, const void* x, const void* scales, const void* bias, void
         }
         if (std::is_same<Kind, Int8>::value && p.rows <= Int8::ROWS) {
 #pragma omp for schedule(static)
-            for (int64_t begin = 0; begin < p.outputs; begin += TASK)
-                few_rows(p, (const T*)scales, (const T*)bias, (T*)out, begin, smaller(begin + TASK, p.outputs));
+            for (int64_t begin = 0; begin < p.outputs; begin += share)
+                few_rows(p, (const T*)scales, (const T*)bias, (T*)out, begin, smaller(begin + share, p.outputs));
         } else
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < blocks * panels; i++) {

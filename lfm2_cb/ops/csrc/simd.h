@@ -64,6 +64,12 @@ inline void call_with(void (*kernel)(T...), const Arg* args) {
     call_with(kernel, args, std::index_sequence_for<T...>());
 }
 
+// How many of `size` a task has: at most `most`, and such that every thread has as many tasks.
+inline int64_t even_share(int64_t size, int64_t threads, int64_t most) {
+    const int64_t tasks = (size + threads * most - 1) / (threads * most) * threads;
+    return (size + tasks - 1) / tasks;
+}
+
 inline vec load(const float* p) {
     vec v;
     memcpy(&v, p, sizeof v);
