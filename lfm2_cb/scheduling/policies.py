@@ -130,18 +130,21 @@ class PastFuture(Policy):
         self._num_new = 0  # finished since the distribution was last worked out
         self._alive = [1.0]  # the distribution: see `survival`
         self._outlook: Outlook | None = None  # of those who run in this step
+        self._most: int | None = None  # tokens that they can reach together
         self._refused: Request | None = None  # the head that did not fit; nothing changes until somebody ends
 
     def opens(self, running: Sequence[Request]) -> bool:
-        self._outlook = None
+        self._outlook = self._most = None
         return super().opens(running)
 
     def may_admit(self, request: Request, match: PrefixMatch, running: Sequence[Request], cache: CacheManager) -> bool:
         if request is self._refused:
             return False
         pool = cache.pool
-        most = sum([len(r.prompt_token_ids) + r.max_new_tokens for r in (*running, request)])
-        if not running or cache.blocks_for(most) + len(running) <= pool.num_blocks:
+        if self._most is None:
+            self._most = sum([len(r.prompt_token_ids) + r.max_new_tokens for r in running])
+        self._most += len(request.prompt_token_ids) + request.max_new_tokens
+        if not running or cache.blocks_for(self._most) + len(running) <= pool.num_blocks:
             return True  # they fit whatever they do: nothing to work out
         if self._outlook is None:
             self._fit(running)
