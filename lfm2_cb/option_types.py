@@ -65,6 +65,8 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
             "remove_invalid_values",
             "output_scores",
             "output_logits",
+            "output_attentions",
+            "output_hidden_states",
         ),
     ),
     "a token id or a list of them": (
