@@ -43,7 +43,7 @@ def _is_callables(value: Any) -> bool:
 
 
 _CHECKS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
-    "a positive integer": (_at_least(1), ("max_length", "num_return_sequences")),
+    "a positive integer": (_at_least(1), ("max_length", "num_return_sequences", "num_beams")),
     "a positive integer, or a list of them": (_is_limit, ("max_new_tokens",)),
     "an integer, 0 or more": (
         _at_least(0),
@@ -53,7 +53,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         is_number,
         (
             *("temperature", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "max_time"),
-            *("repetition_penalty", "encoder_repetition_penalty"),
+            *("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"),
         ),
     ),
     "True or False": (
