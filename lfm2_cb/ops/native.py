@@ -40,23 +40,27 @@ FLAGS = (
     "-ffp-contract=fast",
     "-Wall",
 )
+AVX2 = ("-mavx2", "-mfma")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512")
 #: instruction set → the compiler's flags for it, best last; a kernel `f` is there as `f_plain`, `f_avx2`, …
 ISAS: Mapping[str, tuple[str, ...]] = (
     {
         "plain": (),
-        "avx2": ("-mavx2", "-mfma"),
+        "avx2": AVX2,
+        "avxvnni": (*AVX2, "-mavxvnni"),  # multiplying integers and adding them in one operation: csrc/integers.h
         "avx512": AVX512,
-        "amx": (*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # and its matrix units: csrc/amx.h
+        "vnni": (*AVX512, "-mavx512vnni"),  # the same
+        "amx": (*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # matrix units: csrc/amx.h
     }
     if platform.machine().lower() in ("x86_64", "amd64")
     else {"plain": ()}
 )
 #: an instruction set that adds to another: which, and the sources that are compiled for it; the rest is the other's
-ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {"amx": ("avx512", ("amx.cpp", "cpu.cpp"))}
-#: what a compiler, and its assembler, may be too old for: the instruction set is then left out
-PROBES = {"amx": 'void probe() { __asm__ volatile("tilerelease"); }'}
-
+ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "avxvnni": ("avx2", ("quantized.cpp", "cpu.cpp")),
+    "vnni": ("avx512", ("quantized.cpp", "cpu.cpp")),
+    "amx": ("vnni", ("amx.cpp", "cpu.cpp")),
+}
 #: classes of arguments that go as they are
 PLAIN = frozenset((int, float, bool, type(None)))
 
@@ -114,10 +118,10 @@ class NativeKernels:
             return 0
 
     def _find(self, name: str) -> ctypes._NamedFuncPointer:
-        function = f"{name}_{self.isa}"
-        if self.isa in ADDITIONS and not hasattr(self._library, function):
-            function = f"{name}_{ADDITIONS[self.isa][0]}"
-        return getattr(self._library, function)
+        isa = self.isa
+        while isa in ADDITIONS and not hasattr(self._library, f"{name}_{isa}"):
+            isa = ADDITIONS[isa][0]
+        return getattr(self._library, f"{name}_{isa}")
 
 
 def _c_type(value: torch.Tensor | int | float | None) -> type:
@@ -161,37 +165,43 @@ def _load_once() -> NativeKernels | NativeUnavailable:
     try:
         kernels = NativeKernels(ctypes.CDLL(str(build())))
         with torch.device("cpu"):  # whatever the default is where the library is first asked for
-            if kernels.isa == "amx" and not amx_is_right(kernels):
-                kernels = kernels.without("amx")
-                logger.warning("lfm2_cb: the AMX kernels give wrong results on this processor; using %s", kernels.isa)
+            while kernels.isa in ADDITIONS and not addition_is_right(kernels):
+                wrong, kernels = kernels.isa, kernels.without(kernels.isa)
+                logger.warning("lfm2_cb: the %s kernels give wrong results here; using %s", wrong, kernels.isa)
         return kernels
     except (NativeUnavailable, OSError) as error:
         logger.warning("lfm2_cb: no native kernels, attention runs in torch: %s", error)
         return error if isinstance(error, NativeUnavailable) else NativeUnavailable(str(error))
 
 
-def amx_is_right(kernels: NativeKernels) -> bool:
-    """Whether small products of odd shapes come out by the matrix units as they do without them.
+def addition_is_right(kernels: NativeKernels) -> bool:
+    """Whether small products of odd shapes come out by what an instruction set adds as they do without it.
 
-    Asked once a process: few processors have these units, so the kernels have been run on fewer than the others.
+    Asked once a process: few processors have these, so the kernels have been run on fewer than the others.
     """
     generator = torch.Generator().manual_seed(0)
     rows, inner, outputs = 37, 1100, 53
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, inner), (outputs, inner), outputs))
     x, weight, bias = (tensor.to(torch.bfloat16) for tensor in (x, weight, bias))
+    values = torch.randint(-127, 128, (outputs, inner), generator=generator, dtype=torch.int8)
+    scale = torch.rand(outputs, generator=generator).to(x.dtype)
+
+    def linear_int8(kernels: NativeKernels) -> torch.Tensor:
+        chunks, out = -(-inner // 1024), x.new_full((rows, outputs), torch.nan)
+        rounded = torch.empty(chunks * rows * 1024, dtype=torch.int16), torch.empty(chunks * rows, dtype=torch.float32)
+        kernels.call("linear_int8", x, 1, values, scale, bias, *rounded, out, rows, inner, outputs)
+        return out
+
+    if kernels.isa != "amx":
+        return torch.equal(linear_int8(kernels), linear_int8(kernels.without(kernels.isa)))
     out = x.new_full((rows, outputs), torch.nan)
     kernels.call("amx_linear_bf16", x, weight, bias, out, rows, inner, outputs)
     exact = x.double() @ weight.double().T + bias.double()
     in_fp32 = 2**-20 * (x.double().abs() @ weight.double().abs().T)
     bf16_is_right = ((out - exact).abs() <= 2**-8 * exact.abs() + in_fp32).all()
-
-    values = torch.randint(-127, 128, (outputs, inner), generator=generator, dtype=torch.int8)
-    scale, by_amx, expected = torch.rand(outputs, generator=generator).to(x.dtype), out.clone(), out.clone()
-    kernels.call("amx_linear_int8", x, 1, values, scale, bias, by_amx, rows, inner, outputs)
-    chunks = -(-inner // 1024)
-    rounded = torch.empty(chunks * rows * 1024, dtype=torch.int16), torch.empty(chunks * rows, dtype=torch.float32)
-    kernels.call("linear_int8", x, 1, values, scale, bias, *rounded, expected, rows, inner, outputs)
-    return bool(bf16_is_right) and torch.equal(by_amx, expected)
+    out = torch.full_like(out, torch.nan)
+    kernels.call("amx_linear_int8", x, 1, values, scale, bias, out, rows, inner, outputs)
+    return bool(bf16_is_right) and torch.equal(out, linear_int8(kernels))
 
 
 def cache_directory() -> Path:
@@ -243,9 +253,18 @@ def build(sources: Path = SOURCES, directory: Path | None = None) -> Path:
 
 def _key(sources: Path, compiler: str) -> str:
     flags = repr((FLAGS, ISAS, ADDITIONS))
-    parts = [compiler, _run([compiler, "--version"]), torch.__version__, platform.machine(), flags]
+    parts = [compiler, _run([compiler, "--version"]), torch.__version__, platform.machine(), _processor(), flags]
     parts += [f"{path.name}\n{path.read_text('utf-8')}" for path in sorted(sources.iterdir()) if path.is_file()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """What tells processors apart by their instruction sets, as machines may share a cache."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith("flags"))
+    except (OSError, StopIteration):
+        return platform.processor()
 
 
 def _hash(path: Path) -> str:
@@ -253,10 +272,15 @@ def _hash(path: Path) -> str:
 
 
 def _compile(compiler: str, sources: Path, scratch: Path) -> Path:
-    """Every source for every instruction set, as many at a time as there are threads, then one library."""
+    """Every source for every instruction set of this processor, as many at a time as there are threads, then one
+    library."""
+    known = _known_isas(compiler, scratch)
+    _run([compiler, "-shared", *map(str, known.values()), "-o", str(scratch / "supported.so")])
+    asked = ctypes.CDLL(str(scratch / "supported.so"))
     jobs = {
         scratch / f"{source.stem}.{isa}.o": [compiler, *FLAGS, *ISAS[isa], f"-DISA={isa}", "-c", str(source)]
-        for isa in _known_isas(compiler, scratch)
+        for isa in known
+        if getattr(asked, f"supported_{isa}")()
         for source in sorted(sources.glob("*.cpp"))
         if isa not in ADDITIONS or source.name in ADDITIONS[isa][1]
     }
@@ -270,17 +294,17 @@ def _compile(compiler: str, sources: Path, scratch: Path) -> Path:
     return library
 
 
-def _known_isas(compiler: str, scratch: Path) -> list[str]:
-    """The instruction sets that this compiler can be asked for."""
-    known = []
+def _known_isas(compiler: str, scratch: Path) -> dict[str, Path]:
+    """The instruction sets that this compiler can be asked for, with what it makes of cpu.cpp."""
+    known = {}
     for isa, flags in ISAS.items():
+        target = scratch / f"supported.{isa}.o"
         try:
-            if isa in PROBES:
-                source = scratch / f"probe_{isa}.cpp"
-                source.write_text(PROBES[isa])
-                _run([compiler, *flags, "-c", str(source), "-o", str(source.with_suffix(".o"))])
-            known.append(isa)
+            _run([compiler, *FLAGS, *flags, f"-DISA={isa}", "-c", str(SOURCES / "cpu.cpp"), "-o", str(target)])
+            known[isa] = target
         except NativeUnavailable as error:
+            if not flags:
+                raise
             logger.info("lfm2_cb: the native kernels are built without %s: %s", isa, error)
     return known
 

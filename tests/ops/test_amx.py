@@ -14,7 +14,7 @@ import torch
 
 from lfm2_cb.ops import native, quantized
 from lfm2_cb.ops.linear import FEW_ROWS, PackedLinear, matrix_linear
-from lfm2_cb.ops.native import NativeKernels, amx_is_right
+from lfm2_cb.ops.native import NativeKernels, addition_is_right
 from lfm2_cb.ops.quantized import (
     QuantizedLinear,
     dequantize,
@@ -276,19 +276,19 @@ def test_wrong_results_go_back_to_the_next_instruction_set_with_one_warning(monk
     monkeypatch.setattr(native.ctypes, "CDLL", lambda _: Library(*ALL))
     warnings = []
     monkeypatch.setattr(native.logger, "warning", lambda message, *args: warnings.append(message % args))
-    monkeypatch.setattr(native, "amx_is_right", lambda kernels: True)
+    monkeypatch.setattr(native, "addition_is_right", lambda kernels: True)
     assert native.load().isa == "amx" and not warnings
     native._load_once.cache_clear()
-    monkeypatch.setattr(native, "amx_is_right", lambda kernels: False)
+    monkeypatch.setattr(native, "addition_is_right", lambda kernels: False)
     assert native.load().isa == native.load().isa == "avx512"
-    assert len(warnings) == 1 and "AMX" in warnings[0] and "avx512" in warnings[0]
+    assert len(warnings) == 1 and "amx" in warnings[0] and "avx512" in warnings[0]
     assert native.load().using("avx2").supported == ALL[:-1]
     with pytest.raises(native.NativeUnavailable, match="amx"):
         native.load().using("amx")
 
 
 def test_the_check_sees_what_is_wrong(monkeypatch):
-    assert amx_is_right(AsAmx())
+    assert addition_is_right(AsAmx())
     for kernel, out in (("amx_linear_bf16", 3), ("amx_linear_int8", 5)):
 
         class Wrong(AsAmx):
@@ -297,27 +297,68 @@ def test_the_check_sees_what_is_wrong(monkeypatch):
                 if name == kernel:
                     args[out][-1, -1] += 0.05 * args[out].abs().max()
 
-        assert not amx_is_right(Wrong())
+        assert not addition_is_right(Wrong())
 
     class Silent(AsAmx):
         def call(self, name, *args):
             if not name.startswith("amx"):
                 super().call(name, *args)
 
-    assert not amx_is_right(Silent())
+    assert not addition_is_right(Silent())
 
 
 @pytest.mark.skipif("amx" not in native.ISAS, reason="not x86")
-@pytest.mark.parametrize(
-    ("flags", "probe"),
-    [(("-mno-such-unit",), "void probe() {}"), ((), 'void probe() { __asm__("nosuchinstruction"); }')],
-    ids=["compiler", "assembler"],
-)
-def test_an_old_compiler_builds_without_them(flags, probe, tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "ISAS", {"plain": (), "amx": flags})
-    monkeypatch.setattr(native, "PROBES", {"amx": probe})
+def test_what_adds_to_an_addition_goes_back_step_by_step(monkeypatch, fresh):
+    monkeypatch.setattr(native, "build", lambda: "library")
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda _: Library("plain", "avx2", "avxvnni", "avx512", "vnni", "amx"))
+    monkeypatch.setattr(native, "addition_is_right", lambda kernels: kernels.isa == "vnni")
+    assert native.load().isa == "vnni"
+    native._load_once.cache_clear()
+    monkeypatch.setattr(native, "addition_is_right", lambda kernels: False)
+    assert native.load().isa == "avx512"
+
+
+@pytest.mark.parametrize("isa", ["vnni", "avxvnni"])
+def test_the_check_sees_wrong_integers(isa):
+    plain = native.load().using("plain")
+
+    class AsVnni(NativeKernels):
+        def __init__(self, error):
+            super().__init__(plain._library, "plain")
+            self.isa, self.error = isa, error
+
+        def without(self, isa):
+            assert isa == self.isa
+            return plain
+
+        def call(self, name, *args):
+            plain.call(name, *args)
+            args[7][-1, -1] += self.error * args[7].abs().max()
+
+    assert addition_is_right(AsVnni(0)) and not addition_is_right(AsVnni(0.05))
+
+
+@pytest.mark.skipif("amx" not in native.ISAS, reason="not x86")
+@pytest.mark.parametrize("flag", ["-mno-such-unit", "-Wa,--no-such-option"], ids=["compiler", "assembler"])
+def test_an_old_compiler_builds_without_them(flag, tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "ISAS", {"plain": (), "amx": (flag,)})
     (tmp_path / "csrc").mkdir()
-    (tmp_path / "csrc" / "cpu.cpp").write_text((native.SOURCES / "cpu.cpp").read_text())
-    (tmp_path / "csrc" / "simd.h").write_text((native.SOURCES / "simd.h").read_text())
+    for name in ("cpu.cpp", "simd.h"):
+        (tmp_path / "csrc" / name).write_text((native.SOURCES / name).read_text())
     library = native.ctypes.CDLL(str(native.build(tmp_path / "csrc", tmp_path)))
     assert NativeKernels(library).supported == ("plain",)
+
+
+@pytest.mark.skipif("amx" not in native.ISAS, reason="not x86")
+def test_what_this_processor_has_not_compiles_too(tmp_path):
+    """The library holds what the processor has; the rest is compiled here, without optimising."""
+    compiler, flags = torch.utils.cpp_extension.get_cxx_compiler(), [f for f in native.FLAGS if f != "-O3"]
+    commands = [
+        [compiler, *flags, "-O1", *native.ISAS[isa], f"-DISA={isa}", "-c", str(source), "-o", str(tmp_path / "x.o")]
+        for isa in native._known_isas(compiler, tmp_path)
+        if isa not in native.load().supported
+        for source in sorted(native.SOURCES.glob("*.cpp"))
+        if isa not in native.ADDITIONS or source.name in native.ADDITIONS[isa][1]
+    ]
+    for command in commands:
+        native._run(command)

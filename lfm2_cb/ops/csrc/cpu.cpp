@@ -1,8 +1,22 @@
-// supported_<isa>(): whether this processor, and its operating system, have the instruction set.
+// supported_<isa>(): whether this processor, and its operating system, have the instruction set. Compiled by itself
+// first, to ask; an old compiler, or its assembler, fails at it, and the instruction set is left out.
 #include "simd.h"
 
-#if defined(__AMX_TILE__)
+#if defined(__AMX_TILE__) || defined(__AVXVNNI__)
 #include <cpuid.h>
+#endif
+#if defined(__AVXVNNI__)
+namespace {
+
+bool processor_has_avx_vnni() {  // not every compiler's __builtin_cpu_supports knows it
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4)) != 0;
+}
+
+}  // namespace
+#endif
+
+#if defined(__AMX_TILE__)
 #if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -49,13 +63,31 @@ extern "C" int JOIN(supported, ISA)() {
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("fma");
 #if defined(__AMX_TILE__)
-    return avx512 && processor_has_amx() && system_has_amx();
+    return avx512 && __builtin_cpu_supports("avx512vnni") && processor_has_amx() && system_has_amx();
+#elif defined(__AVX512VNNI__)
+    return avx512 && __builtin_cpu_supports("avx512vnni");
 #else
     return avx512;
 #endif
 #elif defined(__AVX2__)
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#if defined(__AVXVNNI__)
+    return avx2 && processor_has_avx_vnni();
+#else
+    return avx2;
+#endif
 #else
     return 1;
+#endif
+}
+
+// Never called: here an assembler fails that does not know the instructions.
+extern "C" void JOIN(probe, ISA)() {
+#if defined(__AMX_TILE__)
+    asm volatile("tilerelease");
+#elif defined(__AVX512VNNI__)
+    asm volatile("vpdpwssd %zmm0, %zmm0, %zmm0");
+#elif defined(__AVXVNNI__)
+    asm volatile("{vex} vpdpwssd %ymm0, %ymm0, %ymm0");
 #endif
 }

@@ -18,7 +18,11 @@ constexpr int LANES = 2 * W;
 typedef __m512i V;
 inline V load_weights(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
 inline V load_inputs(const int16_t* p) { return _mm512_loadu_si512(p); }
+#if defined(__AVX512VNNI__)
+inline Sums multiply_add(Sums acc, V w, V x) { return (Sums)_mm512_dpwssd_epi32((V)acc, w, x); }
+#else
 inline Sums multiply_add(Sums acc, V w, V x) { return acc + (Sums)_mm512_madd_epi16(w, x); }
+#endif
 inline ivec4 fold(Sums v) {
     __m256i half = _mm256_add_epi32(_mm512_castsi512_si256((V)v), _mm512_extracti64x4_epi64((V)v, 1));
     return (ivec4)_mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
@@ -29,8 +33,12 @@ inline V load_weights(const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_s
 inline V load_inputs(const int16_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 inline Sums multiply_add(Sums acc, V w, V x) {
     // As written: compilers load the inputs once for each output, and the loads are then what is waited for.
+#if defined(__AVXVNNI__)
+    asm("%{vex%} vpdpwssd %1, %2, %0" : "+x"(acc) : "x"(w), "x"(x));
+#else
     V products;
     asm("vpmaddwd %2, %3, %1\n\tvpaddd %1, %0, %0" : "+x"(acc), "=&x"(products) : "x"(w), "x"(x));
+#endif
     return acc;
 }
 inline ivec4 fold(Sums v) {
@@ -38,10 +46,11 @@ inline ivec4 fold(Sums v) {
 }
 #else
 typedef int16_t V __attribute__((vector_size(4 * W)));
+typedef int8_t Bytes __attribute__((vector_size(2 * W)));
 inline V load_weights(const int8_t* p) {
-    V v;
-    for (int i = 0; i < LANES; i++) v[i] = p[i];
-    return v;
+    Bytes bytes;
+    memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(bytes, V);
 }
 inline V load_inputs(const int16_t* p) {
     V v;
@@ -49,8 +58,8 @@ inline V load_inputs(const int16_t* p) {
     return v;
 }
 inline Sums multiply_add(Sums acc, V w, V x) {
-    for (int i = 0; i < W; i++) acc[i] += w[2 * i] * x[2 * i] + w[2 * i + 1] * x[2 * i + 1];
-    return acc;
+    const ivec ws = (ivec)w, xs = (ivec)x;  // two values each, apart as vectors: one by one takes long to compile
+    return acc + (ws << 16 >> 16) * (xs << 16 >> 16) + (ws >> 16) * (xs >> 16);
 }
 inline ivec4 fold(Sums v) { return v; }
 #endif

@@ -6,16 +6,16 @@
 // and no order of summation matters. So a row's result depends neither on the rows beside it nor on the instruction
 // set; and it is quick, as one multiply-add takes twice as many products of 16-bit integers as of fp32.
 //
-// A thread takes PANEL outputs of a block of rows. A chunk of the panel's weights stays in the first-level cache while
-// the rows pass by, a tile of a few rows and one or two outputs at a time, whose sums are in registers; the weights
-// that come next are asked for meanwhile.
+// A thread takes PANEL outputs of a block of rows. A tile of a few rows stays in the first-level cache while a chunk of
+// the panel's weights passes by, one or two outputs at a time, whose sums are in registers; the panel comes from the
+// second-level cache for the next tiles, and the weights that come next are asked for meanwhile.
 #include "integers.h"
 #include "rounding.h"
 
 namespace {
 
 constexpr int64_t GROUP = 32, MAX_GROUPS = CHUNK / GROUP;
-constexpr int64_t PANEL = 16;      // outputs: 16 KB of int8 weights a chunk
+constexpr int64_t PANEL = 32;      // outputs: 32 KB of int8 weights a chunk
 constexpr int64_t ROW_BLOCK = 96;  // rows: 192 KB of inputs a chunk, for the second-level cache
 
 int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -96,16 +96,17 @@ template <int PART>
 inline Words part(Words words) {
     return words << (12 - 4 * PART) >> 12;
 }
+// Two values each are taken apart as vectors: one by one takes long to compile.
+inline ivec8 multiply_pairs(Words w, Words x) {
+    const ivec8 ws = (ivec8)w, xs = (ivec8)x;
+    return (ws << 16 >> 16) * (xs << 16 >> 16) + (ws >> 16) * (xs >> 16);
+}
 inline ivec8 dot_group(Words first, Words second, const int16_t* x) {
 #if defined(__AVX2__)
     __m256i sums = _mm256_madd_epi16((__m256i)first, (__m256i)load_words(x));
     return (ivec8)sums + (ivec8)_mm256_madd_epi16((__m256i)second, (__m256i)load_words(x + 16));
 #else
-    ivec8 sums;
-    for (int i = 0; i < 8; i++)
-        sums[i] = first[2 * i] * x[2 * i] + first[2 * i + 1] * x[2 * i + 1] + second[2 * i] * x[2 * i + 16] +
-                  second[2 * i + 1] * x[2 * i + 17];
-    return sums;
+    return multiply_pairs(first, load_words(x)) + multiply_pairs(second, load_words(x + 16));
 #endif
 }
 inline void add_group(vec8& acc, Words first, Words second, const int16_t* x, float scale) {
