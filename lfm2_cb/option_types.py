@@ -53,7 +53,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         is_number,
         (
             *("temperature", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "max_time"),
-            *("repetition_penalty", "encoder_repetition_penalty", "guidance_scale"),
+            *("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "length_penalty"),
         ),
     ),
     "True or False": (
@@ -69,6 +69,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
             "output_hidden_states",
         ),
     ),
+    "True, False or 'never'": (lambda value: isinstance(value, bool) or value == "never", ("early_stopping",)),
     "a token id or a list of them": (
         _is_ids,
         (

@@ -376,6 +376,24 @@ def test_what_only_stock_can_do_is_handed_over_exactly(case, options):
         generator.submit(prompts[0], **kwargs)
 
 
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"num_beams": {}},
+        {"num_beams": 2, "length_penalty": "long"},
+        {"num_beams": 2, "early_stopping": 3},
+        {"guidance_scale": [1.5]},
+        {"output_hidden_states": (None,)},
+        {"output_attentions": 1},
+    ],
+    ids=str,
+)
+def test_what_is_handed_over_is_of_the_right_kind_or_refused_by_name(case, option):
+    _, generator, prompts = case
+    with pytest.raises(ValueError, match=list(option)[-1]):
+        generator.generate(prompts[:1], **arguments(option, do_sample=False))
+
+
 def test_attentions_and_hidden_states_are_handed_over(case):
     _, generator, prompts = case
     ids = torch.tensor([prompts[0]])
