@@ -351,7 +351,7 @@ def test_an_old_compiler_builds_without_them(flag, tmp_path, monkeypatch):
 
 @pytest.mark.skipif("amx" not in native.ISAS, reason="not x86")
 def test_what_this_processor_has_not_compiles_too(tmp_path):
-    """The library holds what the processor has; the rest is compiled here, without optimising."""
+    """The library holds what the processor has; the rest is compiled here, and not run."""
     compiler, flags = torch.utils.cpp_extension.get_cxx_compiler(), [f for f in native.FLAGS if f != "-O3"]
     commands = [
         [compiler, *flags, "-O1", *native.ISAS[isa], f"-DISA={isa}", "-c", str(source), "-o", str(tmp_path / "x.o")]
