@@ -69,7 +69,6 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
             "output_hidden_states",
         ),
     ),
-    "True, False or 'never'": (lambda value: isinstance(value, bool) or value == "never", ("early_stopping",)),
     "a token id or a list of them": (
         _is_ids,
         (

@@ -1,13 +1,9 @@
 // AMX instructions on a Linux machine whose processor has none: each raises SIGILL, whose handler here reads it as the
 // processor would and does what Intel's manual (SDM, volume 2) says. It ends the process (99) at what it does not know.
 #include <math.h>
-#include <signal.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <string.h>
 #include <sys/syscall.h>
-#include <ucontext.h>
-#include <unistd.h>
+
+#include "trap.h"
 
 namespace {
 
@@ -17,14 +13,6 @@ struct Thread {
     alignas(64) char tiles[8][1024];
 };
 Thread threads[256];
-struct sigaction before;
-int64_t trapped;
-
-void require(bool condition, const char* what) {
-    if (condition) return;
-    fprintf(stderr, "AMX: %s\n", what);
-    _exit(99);
-}
 
 Thread& this_thread() {
     const long id = syscall(SYS_gettid);
@@ -135,16 +123,3 @@ void handle(int, siginfo_t*, void* context) {
 }
 
 }  // namespace
-
-// From here on.
-extern "C" void trap_amx() {
-    struct sigaction action = {};
-    action.sa_sigaction = handle;
-    action.sa_flags = SA_SIGINFO;
-    sigaction(SIGILL, &action, &before);
-}
-// Returns: the instructions so far.
-extern "C" int64_t end_trap() {
-    sigaction(SIGILL, &before, nullptr);
-    return trapped;
-}

@@ -185,7 +185,7 @@ def instructions(tmp_path_factory):
     for source in (native.SOURCES / "amx.cpp", Path(__file__).parent / "amx_trap.cpp"):
         native._run([compiler, *flags, "-shared", str(source), "-o", str(folder / source.stem)])
     trap = ctypes.CDLL(str(folder / "amx_trap"))
-    trap.trap_amx()
+    trap.begin_trap()
     yield Instructions(ctypes.CDLL(str(folder / "amx")))
     assert trap.end_trap() > 0
 

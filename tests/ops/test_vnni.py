@@ -48,7 +48,7 @@ def test_the_instruction_gives_the_same_bits(rows, trap):
     weight, x = torch.randn(19, 1100, generator=generator), torch.randn(rows, 1100, generator=generator)
     values, scale = quantize_int8(weight)
     expected = native_linear(x, values, scale, kernels=native.load().using("avx2"))
-    library.trap_vnni()
+    library.begin_trap()
     try:
         out = native_linear(x, values, scale, kernels=kernels)
     finally:

@@ -1,23 +1,9 @@
 // AVX-VNNI's vpdpwssd on a Linux machine whose processor has AVX2 but not this: it raises SIGILL, whose handler here
 // reads it as the processor would and does what Intel's manual (SDM, volume 2) says. It ends the process (99) at
 // anything else.
-#include <signal.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <string.h>
-#include <ucontext.h>
-#include <unistd.h>
+#include "trap.h"
 
 namespace {
-
-struct sigaction before;
-int64_t trapped;
-
-void require(bool condition, const char* what) {
-    if (condition) return;
-    fprintf(stderr, "AVX-VNNI: %s\n", what);
-    _exit(99);
-}
 
 // Four bytes of a vector register as the kernel has saved them: halves of 16 bytes, in the layout of FXSAVE and XSAVE.
 char* lane(char* saved, int number, int lane) {
@@ -48,17 +34,3 @@ void handle(int, siginfo_t*, void* context) {
 }
 
 }  // namespace
-
-// From here on.
-extern "C" void trap_vnni() {
-    trapped = 0;
-    struct sigaction action = {};
-    action.sa_sigaction = handle;
-    action.sa_flags = SA_SIGINFO;
-    sigaction(SIGILL, &action, &before);
-}
-// Returns: the instructions since.
-extern "C" int64_t end_trap() {
-    sigaction(SIGILL, &before, nullptr);
-    return trapped;
-}
