@@ -79,7 +79,8 @@ class Lfm2CbQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         for module in model.modules():
             if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
-                module.weight_scale.requires_grad_(False)  # the loader makes every floating-point parameter trainable
+                for name in module.named(module.weights):
+                    getattr(module, name).requires_grad_(False)  # the loader makes floating-point parameters trainable
         keep_layout(model)
         return model
 
@@ -92,17 +93,19 @@ class Lfm2CbQuantizer(HfQuantizer):
 
 
 class QuantizeOnLoad(ConversionOps):
-    """The loader's step for one matrix (already fused): weight → weight, weight_scale."""
+    """The loader's step for one matrix (already fused): weight → what the layer holds of it."""
 
     @torch.no_grad()
     def convert(self, input_dict: dict[str, Any], *, model: PreTrainedModel, **_: Any) -> dict[str, torch.Tensor]:
         ((name, found),) = input_dict.items()
         weight = found[0] if isinstance(found, list) else found
-        values, scale = model.get_submodule(name.rpartition(".")[0]).quantize(weight)
+        owner = name.rpartition(".")[0]
+        layer = model.get_submodule(owner)
+        weights = layer.quantize(weight)
         del weight, found
         input_dict.clear()
         _return_free_memory()
-        return {name: values, f"{name}_scale": scale}
+        return {f"{owner}.{leaf}": tensor for leaf, tensor in layer.named(weights).items()}
 
 
 def _return_free_memory() -> None:
@@ -129,7 +132,8 @@ def replace_layers(model: PreTrainedModel, weights: str) -> None:
                 parameter.data = parameter.data.to(model.dtype)
         model.set_submodule(name, new)
     if isinstance(model, Lfm2CbForCausalLM) and model.config.tie_word_embeddings:
-        model.all_tied_weights_keys["lm_head.weight_scale"] = "model.embed_tokens.weight_scale"
+        for leaf in ("weight_scale", "weight_offset"):
+            model.all_tied_weights_keys[f"lm_head.{leaf}"] = f"model.embed_tokens.{leaf}"
 
 
 @torch.no_grad()
@@ -155,14 +159,12 @@ def quantize(model: PreTrainedModel, weights: str) -> Lfm2CbForCausalLM:
     for name, module in new.named_modules():
         for leaf, empty in list(module.named_parameters(recurse=False)):
             full_name = f"{name}.{leaf}"
-            if full_name in new.all_tied_weights_keys or leaf == "weight_scale":
+            if full_name in new.all_tied_weights_keys or leaf.startswith("weight_"):
                 continue
             if isinstance(module, (QuantizedLinear, QuantizedEmbedding)) and leaf == "weight":
                 parent = name.rpartition(".")[0]
                 names = [full_name] if full_name in source else [f"{parent}.{part}.weight" for part in parts[name]]
-                values, scale = module.quantize(torch.cat([source[n] for n in names]))
-                module.weight = nn.Parameter(values, requires_grad=False)
-                module.weight_scale = nn.Parameter(scale, requires_grad=False)
+                module.put(module.quantize(torch.cat([source[n] for n in names])))
             else:
                 setattr(module, leaf, nn.Parameter(source[full_name].clone(), empty.requires_grad))
     new.tie_weights(recompute_mapping=False)
@@ -203,7 +205,7 @@ def num_weights(model: PreTrainedModel) -> int:
     for module in model.modules():
         matrix = module if isinstance(module, (QuantizedLinear, QuantizedEmbedding)) else None
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) not in seen and (matrix is None or name != "weight_scale"):
+            if id(parameter) not in seen and (matrix is None or not name.startswith("weight_")):
                 count += matrix.out_features * matrix.in_features if matrix and name == "weight" else parameter.numel()
             seen.add(id(parameter))
     return count

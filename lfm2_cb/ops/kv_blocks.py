@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from .int8 import round_to_bf16
 from .native import NativeKernels
-from .quantized import quantize_int8
 
 
 @dataclass(frozen=True)
@@ -85,11 +85,17 @@ def write_rows(
         return
     rows = rows.flatten(0, 1)
     if isinstance(blocks, Int8Blocks):
-        values, scale = quantize_int8(rows.float())
+        values, scale = round_rows(rows.float())
         blocks.values.flatten(0, 2).index_copy_(0, slot_mapping, values)
         blocks.scale.flatten(0, 2).index_copy_(0, slot_mapping, scale.bfloat16())  # (exact: it was rounded to that)
     else:
         blocks.flatten(0, 2).index_copy_(0, slot_mapping, rows)
+
+
+def round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """fp32 `[rows, dim]` in values −127 … 127, int8, and a scale each, `[rows, 1]`: `rows ≈ values * scale`."""
+    scale = round_to_bf16(rows.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127)
+    return (rows / scale).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
 def copy_block(blocks: KVBlocks, source: int, target: int) -> None:

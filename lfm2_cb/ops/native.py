@@ -57,9 +57,9 @@ ISAS: Mapping[str, tuple[str, ...]] = (
 )
 #: an instruction set that adds to another: which, and the sources that are compiled for it; the rest is the other's
 ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "avxvnni": ("avx2", ("quantized.cpp", "cpu.cpp")),
-    "vnni": ("avx512", ("quantized.cpp", "cpu.cpp")),
-    "amx": ("vnni", ("amx.cpp", "cpu.cpp")),
+    "avxvnni": ("avx2", ("int8.cpp", "cpu.cpp")),
+    "vnni": ("avx512", ("int8.cpp", "cpu.cpp")),
+    "amx": ("vnni", ("amx.cpp", "amx_int8.cpp", "cpu.cpp")),
 }
 #: classes of arguments that go as they are
 PLAIN = frozenset((int, float, bool, type(None)))
@@ -183,13 +183,15 @@ def addition_is_right(kernels: NativeKernels) -> bool:
     rows, inner, outputs = 37, 1100, 53
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, inner), (outputs, inner), outputs))
     x, weight, bias = (tensor.to(torch.bfloat16) for tensor in (x, weight, bias))
-    values = torch.randint(-127, 128, (outputs, inner), generator=generator, dtype=torch.int8)
+    panels, padded, groups = -(-outputs // 16), -(-inner // 64) * 64, -(-inner // 128)  # as ops/int8.py has them
+    values = torch.randint(-32, 33, (panels, padded // 4, 16, 4), generator=generator, dtype=torch.int8)
+    offset = torch.randint(-(10**6), 10**6, (panels, groups, 16), generator=generator, dtype=torch.int32)
     scale = torch.rand(outputs, generator=generator).to(x.dtype)
 
-    def linear_int8(kernels: NativeKernels) -> torch.Tensor:
-        chunks, out = -(-inner // 1024), x.new_full((rows, outputs), torch.nan)
-        rounded = torch.empty(chunks * rows * 1024, dtype=torch.int16), torch.empty(chunks * rows, dtype=torch.float32)
-        kernels.call("linear_int8", x, 1, values, scale, bias, *rounded, out, rows, inner, outputs)
+    def linear_int8(kernels: NativeKernels, name: str = "linear_int8") -> torch.Tensor:
+        out = x.new_full((rows, outputs), torch.nan)
+        scratch = torch.empty(64 * padded, dtype=torch.uint8), torch.empty(rows * groups, dtype=torch.float32)
+        kernels.call(name, x, 1, values, offset, scale, bias, *scratch, out, rows, inner, outputs)
         return out
 
     if kernels.isa != "amx":
@@ -199,9 +201,7 @@ def addition_is_right(kernels: NativeKernels) -> bool:
     exact = x.double() @ weight.double().T + bias.double()
     in_fp32 = 2**-20 * (x.double().abs() @ weight.double().abs().T)
     bf16_is_right = ((out - exact).abs() <= 2**-8 * exact.abs() + in_fp32).all()
-    out = torch.full_like(out, torch.nan)
-    kernels.call("amx_linear_int8", x, 1, values, scale, bias, out, rows, inner, outputs)
-    return bool(bf16_is_right) and torch.equal(out, linear_int8(kernels))
+    return bool(bf16_is_right) and torch.equal(linear_int8(kernels, "amx_linear_int8"), linear_int8(kernels))
 
 
 def cache_directory() -> Path:

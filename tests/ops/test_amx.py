@@ -12,17 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lfm2_cb.ops import native, quantized
+from lfm2_cb.ops import int8, native, quantized
+from lfm2_cb.ops.int8 import Int8Weights, matrix_linear_int8
 from lfm2_cb.ops.linear import FEW_ROWS, PackedLinear, matrix_linear
 from lfm2_cb.ops.native import NativeKernels, addition_is_right
-from lfm2_cb.ops.quantized import (
-    QuantizedLinear,
-    dequantize,
-    matrix_linear_int8,
-    native_linear,
-    quantize_int8,
-    quantized_linear,
-)
+from lfm2_cb.ops.quantized import QuantizedLinear, native_linear, quantized_linear
 
 pytestmark = pytest.mark.skipif(
     shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
@@ -57,7 +51,7 @@ class Int8Case:
         dtype = rng.choice([torch.float32, torch.bfloat16])
         self.x = (torch.randn(rows, width, generator=generator) * 10 ** rng.uniform(-3, 3)).to(dtype)
         self.bias = torch.randn(outputs, generator=generator).to(dtype) if rng.random() < 0.5 else None
-        self.args = self.x, *quantize_int8(torch.randn(outputs, width, generator=generator)), self.bias
+        self.args = self.x, Int8Weights.quantize(torch.randn(outputs, width, generator=generator)), self.bias
 
 
 # bf16
@@ -126,7 +120,7 @@ def test_the_emulation_is_the_same_for_every_instruction_set():
 
 @pytest.mark.parametrize("seed", range(30))
 def test_int8_is_the_other_kernels_to_the_bit(seed, kernels, monkeypatch):
-    monkeypatch.setattr(quantized, "AMX_INT8_ROWS", 10**9)  # or native_linear would do the same
+    monkeypatch.setattr(int8, "AMX_ROWS", 10**9)  # or native_linear would do the same
     case = Int8Case(seed)
     by_units = matrix_linear_int8(*case.args, kernels=kernels)
     assert torch.equal(by_units, native_linear(*case.args, kernels=kernels))
@@ -134,10 +128,10 @@ def test_int8_is_the_other_kernels_to_the_bit(seed, kernels, monkeypatch):
 
 def test_the_largest_values_do_not_overflow(kernels):
     for sign in (1, -1):
-        values, scale = quantize_int8(torch.full((3, 4608), float(sign)))
+        weights = Int8Weights.quantize(torch.full((3, 4608), float(sign)))
         x = torch.full((17, 4608), 7.5)
-        out = matrix_linear_int8(x, values, scale, kernels=kernels)
-        expected = x @ dequantize(values, scale, 4608, torch.float32).T
+        out = matrix_linear_int8(x, weights, kernels=kernels)
+        expected = x @ weights.dequantize(4608, torch.float32).T
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=0)
 
 
@@ -182,8 +176,10 @@ def instructions(tmp_path_factory):
     if "amx" not in native._known_isas(compiler, folder):
         pytest.skip("the compiler knows no AMX")
     flags = [*native.FLAGS, *native.ISAS["avx2"], "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-DISA=amx"]
-    for source in (native.SOURCES / "amx.cpp", Path(__file__).parent / "amx_trap.cpp"):
-        native._run([compiler, *flags, "-shared", str(source), "-o", str(folder / source.stem)])
+    sources = str(native.SOURCES / "amx.cpp"), str(native.SOURCES / "amx_int8.cpp")
+    native._run([compiler, *flags, "-shared", *sources, "-o", str(folder / "amx")])
+    trap_source = Path(__file__).parent / "amx_trap.cpp"
+    native._run([compiler, *flags, "-shared", str(trap_source), "-o", str(folder / "amx_trap")])
     trap = ctypes.CDLL(str(folder / "amx_trap"))
     trap.begin_trap()
     yield Instructions(ctypes.CDLL(str(folder / "amx")))
@@ -240,15 +236,15 @@ def test_a_layer_takes_the_units_for_many_rows(amx):
 def test_a_quantised_layer_takes_the_units_for_many_rows(amx, dtype, monkeypatch):
     monkeypatch.setattr(quantized, "_has_amx", lambda: True)
     layer = QuantizedLinear(70, 33, bias=False, bits=8)
-    layer.weight.data, layer.weight_scale.data = layer.quantize(torch.randn(33, 70))
+    layer.put(layer.quantize(torch.randn(33, 70)))
     with torch.no_grad(), quantized.linear_kernels(amx):
         for rows, kernel in ((12, "linear_int8"), (13, "amx_linear_int8"), (40, "amx_linear_int8")):
             layer(torch.randn(rows, 70).to(dtype))
             assert amx.called.pop() == kernel
     with torch.no_grad(), quantized.linear_kernels(native.load().using("plain")):  # which have no units: torch has
         x = torch.randn(quantized.AMX_ROWS, 70).to(dtype)
-        by_torch = quantized.reference_linear(x, layer.weight, layer.weight_scale)
-        out = quantized_linear(x, layer.weight, layer.weight_scale)
+        by_torch = quantized.reference_linear(x, layer.weights)
+        out = quantized_linear(x, layer.weights)
         assert torch.equal(out, by_torch) == (dtype == torch.bfloat16)
 
 
@@ -289,7 +285,7 @@ def test_wrong_results_go_back_to_the_next_instruction_set_with_one_warning(monk
 
 def test_the_check_sees_what_is_wrong(monkeypatch):
     assert addition_is_right(AsAmx())
-    for kernel, out in (("amx_linear_bf16", 3), ("amx_linear_int8", 5)):
+    for kernel, out in (("amx_linear_bf16", 3), ("amx_linear_int8", 8)):
 
         class Wrong(AsAmx):
             def call(self, name, *args, kernel=kernel, out=out):
@@ -333,7 +329,7 @@ def test_the_check_sees_wrong_integers(isa):
 
         def call(self, name, *args):
             plain.call(name, *args)
-            args[7][-1, -1] += self.error * args[7].abs().max()
+            args[8][-1, -1] += self.error * args[8].abs().max()
 
     assert addition_is_right(AsVnni(0)) and not addition_is_right(AsVnni(0.05))
 

@@ -10,8 +10,9 @@ import torch
 from torch.utils.cpp_extension import get_cxx_compiler
 
 from lfm2_cb.ops import native
+from lfm2_cb.ops.int8 import Int8Weights
 from lfm2_cb.ops.native import NativeKernels
-from lfm2_cb.ops.quantized import native_linear, quantize_int8
+from lfm2_cb.ops.quantized import native_linear
 
 
 class Instructions(NativeKernels):
@@ -36,9 +37,9 @@ def trap(tmp_path_factory):
     if "avxvnni" not in native._known_isas(compiler, folder):
         pytest.skip("the compiler knows no VNNI")
     flags = [*native.FLAGS, *native.ISAS["avxvnni"], "-DISA=avxvnni", "-shared"]
-    for source in (native.SOURCES / "quantized.cpp", Path(__file__).parent / "vnni_trap.cpp"):
+    for source in (native.SOURCES / "int8.cpp", Path(__file__).parent / "vnni_trap.cpp"):
         native._run([compiler, *flags, str(source), "-o", str(folder / source.stem)])
-    yield ctypes.CDLL(str(folder / "vnni_trap")), Instructions(ctypes.CDLL(str(folder / "quantized")))
+    yield ctypes.CDLL(str(folder / "vnni_trap")), Instructions(ctypes.CDLL(str(folder / "int8")))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 40])
@@ -46,12 +47,12 @@ def test_the_instruction_gives_the_same_bits(rows, trap):
     library, kernels = trap
     generator = torch.Generator().manual_seed(rows)
     weight, x = torch.randn(19, 1100, generator=generator), torch.randn(rows, 1100, generator=generator)
-    values, scale = quantize_int8(weight)
-    expected = native_linear(x, values, scale, kernels=native.load().using("avx2"))
+    weights = Int8Weights.quantize(weight)
+    expected = native_linear(x, weights, kernels=native.load().using("avx2"))
     library.begin_trap()
     try:
-        out = native_linear(x, values, scale, kernels=kernels)
+        out = native_linear(x, weights, kernels=kernels)
     finally:
         trapped = library.end_trap()
     assert torch.equal(out, expected)
-    assert trapped >= rows * 19 * (1100 // 16)  # 16 products each: so all were made by it
+    assert trapped >= rows * 19 * (1100 // 32)  # 32 products each: so all were made by it

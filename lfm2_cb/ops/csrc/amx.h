@@ -55,15 +55,10 @@ class Tiles {
     void multiply_bf16() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
     }
-    // Fours of bytes likewise, in 32-bit integers: signed by signed,
+    // Fours of bytes likewise, unsigned by signed, in 32-bit integers.
     template <int c, int a, int b>
-    void multiply_signed() {
-        asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
-    }
-    // and signed by unsigned.
-    template <int c, int a, int b>
-    void multiply_unsigned() {
-        asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+    void multiply_bytes() {
+        asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
     }
 };
 
@@ -101,12 +96,16 @@ class Tiles {
         }
     }
     template <int c, int a, int b>
-    void multiply_signed() {
-        multiply_bytes<int8_t>(tiles[c], tiles[a], (const int8_t*)tiles[b]);
-    }
-    template <int c, int a, int b>
-    void multiply_unsigned() {
-        multiply_bytes<uint8_t>(tiles[c], tiles[a], (const uint8_t*)tiles[b]);
+    void multiply_bytes() {
+        for (int m = 0; m < SIDE; m++) {
+            uint32_t sums[SIDE];  // which wrap around, as the instruction's do
+            memcpy(sums, tiles[c] + m * LINE, LINE);
+            for (int k = 0; k < SIDE; k++)
+                for (int n = 0; n < SIDE; n++)
+                    for (int i = 0; i < 4; i++)
+                        sums[n] += (uint8_t)tiles[a][m * LINE + 4 * k + i] * (int8_t)tiles[b][k * LINE + 4 * n + i];
+            memcpy(tiles[c] + m * LINE, sums, LINE);
+        }
     }
 
   private:
@@ -117,18 +116,6 @@ class Tiles {
         bf16 value;
         memcpy(&value, tiles[t] + row * LINE + 2 * column, 2);
         return normal(to_float(value));
-    }
-    template <class Byte>
-    static void multiply_bytes(char* c, const char* a, const Byte* b) {
-        for (int m = 0; m < SIDE; m++) {
-            uint32_t sums[SIDE];  // which wrap around, as the instruction's do
-            memcpy(sums, c + m * LINE, LINE);
-            for (int k = 0; k < SIDE; k++)
-                for (int n = 0; n < SIDE; n++)
-                    for (int i = 0; i < 4; i++)
-                        sums[n] += (int8_t)a[m * LINE + 4 * k + i] * b[k * LINE + 4 * n + i];
-            memcpy(c + m * LINE, sums, LINE);
-        }
     }
 };
 

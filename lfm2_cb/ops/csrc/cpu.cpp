@@ -86,8 +86,8 @@ extern "C" void JOIN(probe, ISA)() {
 #if defined(__AMX_TILE__)
     asm volatile("tilerelease");
 #elif defined(__AVX512VNNI__)
-    asm volatile("vpdpwssd %zmm0, %zmm0, %zmm0");
+    asm volatile("vpdpbusd %zmm0, %zmm0, %zmm0");
 #elif defined(__AVXVNNI__)
-    asm volatile("{vex} vpdpwssd %ymm0, %ymm0, %ymm0");
+    asm volatile("{vex} vpdpbusd %ymm0, %ymm0, %ymm0");
 #endif
 }

@@ -1,17 +1,15 @@
-// Inputs rounded to 15 bits in chunks, which the products with integer weights share.
+// Inputs rounded to integers, by the largest of some that share a scale.
 #pragma once
 
 #include "simd.h"
 
 namespace {
 
-constexpr int64_t CHUNK = 1024;    // inputs that share a scale
-constexpr float LIMIT = 16383.0f;  // of a rounded input
+constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, held in the lower bits
 
-// A chunk of one row to LIMIT by its largest value, which is returned over LIMIT. It is looked for among the bits, in
-// the order of the absolute values, so that a NaN is the largest and comes out. Beyond the row there are zeros.
+// It is looked for among the bits, in the order of the absolute values, so that a NaN is the largest and comes out.
 template <class T>
-float round_chunk(const T* x, int64_t length, int16_t* to) {
+float largest_absolute(const T* x, int64_t length) {
     int32_t largest_bits = 0;
     for (int64_t k = 0; k < length; k++) {
         const float value = to_float(x[k]);
@@ -22,16 +20,21 @@ float round_chunk(const T* x, int64_t length, int16_t* to) {
     }
     float most;
     memcpy(&most, &largest_bits, 4);
-    const float inverse = most < 1e-30f ? 0.0f : LIMIT / most;
+    return most;
+}
+
+// Whole numbers -limit ... limit, plus `zero`, to[0 ... padded]; beyond the length there are zeros. Returns the scale.
+template <class T, class Whole>
+float round_inputs(const T* x, int64_t length, int64_t padded, float limit, int32_t zero, Whole* to) {
+    const float most = largest_absolute(x, length), inverse = most < 1e-30f ? 0.0f : limit / most;
     for (int64_t k = 0; k < length; k++) {
-        const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, held in the lower bits
-        const float rounded = to_float(x[k]) * inverse + magic;
+        const float rounded = to_float(x[k]) * inverse + MAGIC;
         int32_t bits;
         memcpy(&bits, &rounded, 4);
-        to[k] = (int16_t)bits;
+        to[k] = (Whole)(bits + zero);
     }
-    for (int64_t k = length; k < CHUNK; k++) to[k] = 0;
-    return most / LIMIT;
+    for (int64_t k = length; k < padded; k++) to[k] = (Whole)zero;
+    return most / limit;
 }
 
 }  // namespace

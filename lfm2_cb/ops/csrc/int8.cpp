@@ -1,0 +1,132 @@
+// x @ W.T for weights of 8 bits, by vectors: csrc/int8.h has the arithmetic.
+//
+// A vector's lanes are outputs, so weights are loaded as they lie, four inputs of all lanes at a time, and the inputs
+// are broadcast; nothing is summed across lanes. A tile of a few rows and one panel, whose sums are in registers, goes
+// through all inputs. Of few rows, memory is waited for, and is read fastest in several runs side by side: a tile is
+// then of several panels. Of many, the panel is in the cache for the next tiles, and the panel that comes next is asked
+// for meanwhile.
+#include "int8.h"
+#include "integers.h"
+
+namespace {
+
+constexpr int VECTORS = PANEL / W;  // of a panel
+constexpr int ROWS = 10 / VECTORS;  // of a tile: its sums are ten registers, of 16
+constexpr int64_t ROW_BLOCK = 80;   // rows whose inputs the second-level cache holds
+constexpr int64_t AHEAD = 2048;     // bytes asked for where memory is waited for
+
+// Loops marked so are unrolled whole, so that their arrays are registers.
+#define UNROLLED _Pragma("GCC unroll 16")
+
+// A tile of TILE_ROWS rows and of panels `panel`, `panel + apart`, ... Without `ahead` it asks for its own weights.
+template <int TILE_ROWS, int PANELS, class T>
+void compute_tile(const Product<T>& p, int64_t row, int64_t panel, int64_t apart, Ahead* ahead) {
+    constexpr int ALL = PANELS * VECTORS;
+    const int64_t padded = p.padded(), groups = p.groups();
+    const uint8_t* x = p.inputs + row * padded;
+    const int8_t* w = p.weights + panel * PANEL * padded;
+    const int32_t* offsets = p.offsets + panel * groups * PANEL;
+    const float* scales = p.input_scales + row * groups;
+    float totals[TILE_ROWS][PANELS][PANEL] = {};
+    for (int64_t g = 0; g < groups; g++) {
+        if (ahead) ahead->ask();
+        Sums acc[TILE_ROWS][ALL];
+        UNROLLED for (int v = 0; v < ALL; v++) {
+            const int64_t from = v / VECTORS * apart * groups * PANEL + g * PANEL + v % VECTORS * W;
+            UNROLLED for (int r = 0; r < TILE_ROWS; r++) acc[r][v] = load_sums(offsets + from);
+        }
+        for (int64_t k = g * GROUP, last = smaller(k + GROUP, padded); k < last; k += 8) {
+            if (!ahead)
+                UNROLLED for (int j = 0; j < PANELS; j++) {
+                    const int8_t* later = w + j * apart * PANEL * padded + k * PANEL + AHEAD / PANELS;
+                    __builtin_prefetch(later);
+                    __builtin_prefetch(later + FOUR);
+                }
+            UNROLLED for (int r = 0; r < TILE_ROWS; r++) {
+                const Eight inputs = load_eight(x + r * padded + k);
+                UNROLLED for (int v = 0; v < ALL; v++) {
+                    const int8_t* from = w + v / VECTORS * apart * PANEL * padded + k * PANEL + v % VECTORS * (4 * W);
+                    acc[r][v] = multiply_add<FOUR>(acc[r][v], inputs, from);
+                }
+            }
+        }
+        UNROLLED for (int r = 0; r < TILE_ROWS; r++)
+            UNROLLED for (int v = 0; v < ALL; v++) {
+                float* to = totals[r][0] + v * W;
+                store(to, load(to) + __builtin_convertvector(acc[r][v], vec) * scales[r * groups + g]);
+            }
+    }
+    for (int r = 0; r < TILE_ROWS; r++)
+        for (int j = 0; j < PANELS; j++) p.finish(row + r, panel + j * apart, totals[r][j]);
+}
+
+// All rows, at most ROWS, and panels begin ... end.
+template <int TILE_ROWS, int PANELS, class T>
+void compute_runs(const Product<T>& p, int64_t begin, int64_t end) {
+    const int64_t apart = (end - begin) / PANELS;
+    for (int64_t i = 0; i < apart; i++) compute_tile<TILE_ROWS, PANELS>(p, 0, begin + i, apart, nullptr);
+    for (int64_t i = begin + apart * PANELS; i < end; i++) compute_tile<TILE_ROWS, 1>(p, 0, i, 0, nullptr);
+}
+
+// How many panels fill a tile of few rows.
+constexpr int panels_beside(int rows) { return rows * VECTORS > 8 ? 1 : 8 / (rows * VECTORS); }
+
+template <int MOST = ROWS, class T>
+void compute_few_rows(const Product<T>& p, int64_t begin, int64_t end) {
+    if (p.rows == MOST)
+        compute_runs<MOST, panels_beside(MOST)>(p, begin, end);
+    else if constexpr (MOST > 1)
+        compute_few_rows<MOST - 1>(p, begin, end);
+}
+
+template <int MOST = ROWS, class T>
+void compute_rows(int64_t rows, const Product<T>& p, int64_t row, int64_t panel, Ahead& ahead) {
+    if (rows == MOST)
+        compute_tile<MOST, 1>(p, row, panel, 0, &ahead);
+    else if constexpr (MOST > 1)
+        compute_rows<MOST - 1>(rows, p, row, panel, ahead);
+}
+
+// One panel for rows begin ... end.
+template <class T>
+void compute_panel(const Product<T>& p, int64_t begin, int64_t end, int64_t panel) {
+    const int64_t bytes = PANEL * p.padded(), tiles = ratio_up(end - begin, ROWS);
+    const char* next = (const char*)p.weights + (panel + 1) % p.panels() * bytes;
+    Ahead ahead = {next, next + bytes, ratio_up(bytes, Ahead::LINE * tiles * p.groups())};
+    for (int64_t row = begin, left = tiles, rows; row < end; row += rows, left--) {
+        rows = ratio_up(end - row, left);  // 6 rows are 3 + 3 rather than 5 + 1
+        compute_rows(rows, p, row, panel, ahead);
+    }
+}
+
+template <class T>
+void linear(const Product<T>& p, int64_t threads) {
+    const int64_t blocks = ratio_up(p.rows, ROW_BLOCK), panels = p.panels();
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (int64_t task = 0; task < p.rows * p.groups(); task++) p.round(task);
+        const int64_t thread = omp_get_thread_num(), all = omp_get_num_threads();
+        if (p.rows <= ROWS) {
+            compute_few_rows(p, panels * thread / all, panels * (thread + 1) / all);
+        } else
+#pragma omp for schedule(static)
+            for (int64_t task = 0; task < blocks * panels; task++) {
+                const int64_t row = task / panels * ROW_BLOCK;
+                compute_panel(p, row, smaller(row + ROW_BLOCK, p.rows), task % panels);
+            }
+    }
+}
+
+}  // namespace
+
+// out [rows, outputs] = x @ W.T + bias, with x [rows, width], scales [outputs] and bias [outputs] or null, all bf16 or
+// all fp32; weights int8 [panels, padded / 4, 16, 4] and offsets int32 [panels, groups, 16]; as scratch inputs uint8
+// [rows, padded] and input_scales fp32 [rows, groups]. Padded: to 64.
+KERNEL(linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int32_t* offsets, const void* scales,
+                    const void* bias, uint8_t* inputs, float* input_scales, void* out, int64_t rows, int64_t width,
+                    int64_t outputs, int64_t threads) {
+    with_product(x, is_bf16, weights, offsets, scales, bias, inputs, input_scales, out, rows, width, outputs,
+                 [=](const auto& product) { linear(product, threads); });
+}
+REPLAYABLE(linear_int8)

@@ -1,0 +1,72 @@
+// x @ W.T for weights of 8 bits (ops/int8.py has their layout and the torch reference): what the kernels share.
+//
+// The arithmetic is the same on every processor. Inputs are rounded to 8 bits, GROUP of a row by a scale of their own;
+// a group's products are summed in 32-bit integers, where nothing overflows and no order matters, and the groups one
+// after another in fp32. So a row's result depends neither on the rows beside it nor on the instruction set.
+//
+// Rounded inputs are stored plus 128, as processors multiply unsigned bytes by signed ones; a group's sums start from
+// what that adds to them, taken off: the offsets.
+#pragma once
+
+#include "ahead.h"
+#include "rounding.h"
+
+namespace {
+
+constexpr int64_t PANEL = 16;          // outputs whose weights lie together
+constexpr int64_t FOUR = PANEL * 4;    // bytes: a panel's weights of four inputs
+constexpr int64_t GROUP = 128;         // inputs
+
+// T: float or bf16.
+template <class T>
+struct Product {
+    const T* x;              // [rows][width]
+    const int8_t* weights;   // [panels][padded / 4][PANEL][4]
+    const int32_t* offsets;  // [panels][groups][PANEL]
+    const T *scales, *bias;  // [outputs]; bias may be null
+    T* out;                  // [rows][outputs]
+    int64_t rows, width, outputs;
+    uint8_t* inputs;      // [rows][padded]
+    float* input_scales;  // [rows][groups]
+
+    int64_t padded() const { return ratio_up(width, 64) * 64; }
+    int64_t groups() const { return ratio_up(width, GROUP); }
+    int64_t panels() const { return ratio_up(outputs, PANEL); }
+
+    // Task 0 ... rows * groups
+    void round(int64_t task) const {
+        const int64_t row = task / groups(), begin = task % groups() * GROUP;
+        input_scales[task] = round_inputs(x + row * width + begin, smaller(GROUP, width - begin),
+                                          smaller(GROUP, padded() - begin), 127.0f, 128, inputs + row * padded() + begin);
+    }
+
+    // Of a panel's outputs in one row, from the sums of all groups [PANEL].
+    void finish(int64_t row, int64_t panel, const float* sums) const {
+        const int64_t begin = panel * PANEL, end = smaller(begin + PANEL, outputs);
+        T* to = out + row * outputs;
+        int64_t o = begin;
+        for (; o + W <= end; o += W) {
+            const vec scaled = load(sums + o - begin) * load(scales + o);
+            store(to + o, bias ? scaled + load(bias + o) : scaled);
+        }
+        for (; o < end; o++) {
+            const float scaled = sums[o - begin] * to_float(scales[o]);
+            assign(to + o, bias ? scaled + to_float(bias[o]) : scaled);
+        }
+    }
+};
+
+// compute(a Product of what a kernel was called with).
+template <class Compute>
+void with_product(const void* x, bool is_bf16, const int8_t* weights, const int32_t* offsets, const void* scales,
+                  const void* bias, uint8_t* inputs, float* input_scales, void* out, int64_t rows, int64_t width,
+                  int64_t outputs, Compute compute) {
+    auto start = [&](auto* typed) {
+        using T = std::remove_pointer_t<decltype(typed)>;
+        compute(Product<T>{(const T*)x, weights, offsets, (const T*)scales, (const T*)bias, (T*)out, rows, width,
+                           outputs, inputs, input_scales});
+    };
+    is_bf16 ? start((bf16*)nullptr) : start((float*)nullptr);
+}
+
+}  // namespace
