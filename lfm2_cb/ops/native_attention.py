@@ -10,10 +10,11 @@ from .attention import causal_attention
 from .kv_blocks import Int8Blocks, KVBlocks, gather
 from .native import NativeKernels
 
-#: a sequence with more queries than this is gathered and goes through SDPA. Measured with AVX2 at 500 to 2,500 keys:
-#: the kernel is 1.0 to 1.3 × as fast at 64 queries, 0.95 to 1.07 × at 128, and 0.83 to 1.3 × beyond. Where SDPA has
-#: matrix units for bf16 the balance should tip earlier; that is not measured.
-SDPA_QUERIES = 64
+#: a sequence with more queries and more keys than these is gathered and goes through SDPA. Measured with AVX2: with up
+#: to 1,024 keys the kernel is 1.0 to 2 × as fast, with 1,536 0.8 to 1.25 ×, with 2,048 and more 0.7 to 0.9 ×. Where
+#: SDPA has matrix units for bf16 the balance should tip earlier; that is not measured. The kernel's result for a row
+#: does not depend on how a prompt is cut into chunks, SDPA's does, in its last bits.
+SDPA_QUERIES, SDPA_KEYS = 64, 1024
 
 
 class PackedSequences:
@@ -42,7 +43,7 @@ class PackedSequences:
         rows, table = [], 0
         for i, (kv_len, blocks) in enumerate(zip(kv_lens, block_tables, strict=True)):
             start, end, first = cu_seqlens[i], cu_seqlens[i + 1], first_keys[i] if first_keys else 0
-            if end - start > SDPA_QUERIES and not first:
+            if end - start > SDPA_QUERIES and kv_len > SDPA_KEYS and not first:
                 self._long.append((slice(start, end), blocks, kv_len))
             else:
                 rows.append((start, end - start, first, kv_len, table))

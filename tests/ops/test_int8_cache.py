@@ -13,7 +13,7 @@ from lfm2_cb.ops import native
 from lfm2_cb.ops.attention import paged_attention
 from lfm2_cb.ops.cascade import SharedPrefix, cascade_attention, shared_blocks
 from lfm2_cb.ops.kv_blocks import Int8Blocks, copy_block, gather, make_blocks, write_rows
-from lfm2_cb.ops.native_attention import SDPA_QUERIES, PackedSequences
+from lfm2_cb.ops.native_attention import SDPA_KEYS, SDPA_QUERIES, PackedSequences
 
 has_compiler = shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is not None
 
@@ -93,7 +93,7 @@ def test_random_shapes(kernels, dtype, seed):
 
 
 def test_long_sequences_and_long_chunks(kernels):
-    case = Case(1, torch.float32, [2100, 700, SDPA_QUERIES + 9], [1, 5, SDPA_QUERIES + 1], size=16)
+    case = Case(1, torch.float32, [2100, 700, SDPA_KEYS + 9], [1, 5, SDPA_QUERIES + 1], size=16)
     assert_near(case.attend(kernels), case.reference(), kernels)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lfm2_cb.ops.attention import paged_attention
 from lfm2_cb.ops.cascade import SharedPrefix, cascade_attention, shared_blocks
-from lfm2_cb.ops.native_attention import SDPA_QUERIES, PackedSequences
+from lfm2_cb.ops.native_attention import SDPA_KEYS, SDPA_QUERIES, PackedSequences
 
 pytestmark = pytest.mark.skipif(
     shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
@@ -28,7 +28,7 @@ class Case:
         self.size = size = size or rng.choice([1, 3, 16, 64])
         self.kv_lens = kv_lens
         self.lengths = lengths or [
-            rng.choice([1, 1, min(n, 4), rng.randint(1, min(n, SDPA_QUERIES))]) for n in kv_lens
+            rng.choice([1, 1, min(n, 4), rng.randint(1, min(n, 3 * SDPA_QUERIES))]) for n in kv_lens
         ]
         counts = [-(-n // size) for n in kv_lens]
         ids = torch.randperm(sum(counts) + 3, generator=generator)[: sum(counts)]
@@ -81,8 +81,10 @@ def test_long_sequences_are_cut_and_merged(kernels, dtype, num_keys):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_long_chunks_go_through_sdpa_beside_the_rest(kernels, dtype):
-    lengths = [1, SDPA_QUERIES + 1, 300, SDPA_QUERIES, 2]
-    case = Case(1, dtype, [50, SDPA_QUERIES + 1, 420, 99, 700], lengths, kv_heads=2, group=2, dim=16, size=16)
+    lengths = [1, SDPA_QUERIES + 1, 300, 300, SDPA_QUERIES, 2]
+    kv_lens = [50, SDPA_KEYS + 1, 1420, SDPA_KEYS, 1100, 700]
+    case = Case(1, dtype, kv_lens, lengths, kv_heads=2, group=2, dim=16, size=16)
+    assert len(case.sequences(kernels).sequences) == 4
     got, exact = case.native(kernels), case.reference()
     if dtype == torch.float32:
         assert_near(got, exact)
@@ -100,6 +102,20 @@ def test_a_result_depends_neither_on_batch_mates_nor_on_threads(kernels):
         rows = slice(case.offsets[i], case.offsets[i + 1])
         alone = PackedSequences(kernels, [0, case.lengths[i]], [n], [table])
         assert torch.equal(alone.attend(case.q[rows], case.keys, case.values, case.scaling), whole[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_result_does_not_depend_on_how_a_prompt_is_cut_into_chunks(kernels, dtype, seed):
+    rng = random.Random(seed)
+    n = rng.choice([70, 513, SDPA_KEYS])
+    case = Case(seed, dtype, [n], [n], size=16, dim=64)
+    whole, start = case.native(kernels), 0
+    while start < n:
+        end = min(n, start + rng.choice([1, 5, SDPA_QUERIES, SDPA_QUERIES + 1, 500]))
+        chunk = PackedSequences(kernels, [0, end - start], [end], [case.tables[0][: -(-end // 16)]])
+        assert torch.equal(chunk.attend(case.q[start:end], case.keys, case.values, case.scaling), whole[start:end])
+        start = end
 
 
 def test_scores_of_any_size_neither_overflow_nor_vanish(kernels):
