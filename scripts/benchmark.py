@@ -20,7 +20,7 @@ import json
 import statistics
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch
 from bench import fresh, load, machine, plots
@@ -41,6 +41,7 @@ from simulate import CostModel
 
 from lfm2_cb import ContinuousBatchingGenerator, default_dtype
 from lfm2_cb.loading import parse_bytes
+from lfm2_cb.model.quantization import WEIGHTS
 
 __all__ = ["STOCK_BATCHES", "Workload", "load_model", "make_workloads", "run_ours", "run_stock"]  # for its neighbours
 
@@ -66,6 +67,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
                        help="five also one by one with use_cache=False, in its first ROUNDS (1)")  # fmt: skip
 
     ours = parser.add_argument_group("our engine")
+    ours.add_argument("--weights", choices=list(WEIGHTS), help="low-bit; in full, where absent")
     ours.add_argument("--policy", default="fcfs")
     ours.add_argument("--no-prefix-caching", action="store_true")
     ours.add_argument("--cache-memory", default="2GiB")
@@ -111,11 +113,12 @@ class Run:
         self.vocab_size = model.config.vocab_size
         workloads = make_workloads(self.vocab_size, model.config.max_position_embeddings)
         self.workloads = {name: self.limited(workload) for name, workload in workloads.items()}
-        self.work = machine.ModelWork.of(model)
         # Ours adopts the instance it is given, so stock has one of its own.
         self.stock = None if args.no_stock else copy.deepcopy(model)
         self.model = model
+        self.work = machine.ModelWork.of(model)
         self.generator = self.make_generator(args.max_batch_tokens)
+        self.work = replace(self.work, weight_bytes=machine.bytes_a_step(self.generator.model))
 
     def limited(self, workload: Workload) -> Workload:
         return cut(workload, *self.args.limit) if self.args.limit else workload
@@ -128,6 +131,7 @@ class Run:
             max_batch_tokens=max_batch_tokens,
             prefix_caching=not args.no_prefix_caching,
             policy=args.policy,
+            weights=args.weights,
         )
         return self.stack.enter_context(generator)
 
@@ -201,11 +205,15 @@ class Run:
         for name in args.memory:
             for engine in ("ours", *(() if args.no_stock else ("stock",))):
                 batch = (args.stock_batch or STOCK_BATCHES[name])[0]
-                found = fresh.memory(self.checkpoint(), args.dtype, self.workloads[name], cache, engine, batch)
+                weights = args.weights if engine == "ours" else None
+                found = fresh.memory(
+                    self.checkpoint(), args.dtype, weights, self.workloads[name], cache, engine, batch
+                )
                 self.report.section("memory").setdefault(engine, {})[name] = found
                 self.report.save()
         if args.startup:
-            found = fresh.startup(self.checkpoint(), args.dtype, cache, args.repeats, not args.no_build)
+            job = {"model": self.checkpoint(), "dtype": args.dtype, "weights": args.weights, "cache_memory": cache}
+            found = fresh.startup(job, args.repeats, not args.no_build)
             self.report.section("startup").update(found)
             self.report.save()
 

@@ -38,28 +38,30 @@ def measure(job: dict[str, Any], **environment: str) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def memory(model: str, dtype: str, workload: list, cache_memory: int, engine: str, batch_size: int) -> dict[str, Any]:
+def memory(
+    model: str, dtype: str, weights: str | None, workload: list, cache_memory: int, engine: str, batch_size: int
+) -> dict[str, Any]:
     """Peak resident memory of one engine that loads a checkpoint and runs one workload.
 
-    Args: engine: "ours" or "stock". batch_size: of stock.
+    Args: weights: low-bit ones of ours. engine: "ours" or "stock". batch_size: of stock.
     Returns: in MB (10^6 bytes) "peak_rss_mb"; "imports_mb" and "loaded_mb", the peak before the model and before its
     first step; "weights_mb"; for ours "limit_mb": weights × 1.25 + cache budget + 500 MB.
     """
-    job = {"kind": "memory", "model": model, "dtype": dtype, "workload": workload}
+    job = {"kind": "memory", "model": model, "dtype": dtype, "weights": weights, "workload": workload}
     found = measure(job | {"cache_memory": cache_memory, "engine": engine, "batch_size": batch_size})
     if engine == "ours":
         found["limit_mb"] = 1.25 * found["weights_mb"] + cache_memory / 1e6 + 500
     return found
 
 
-def startup(model: str, dtype: str, cache_memory: int, repeats: int, with_build: bool = True) -> dict[str, Any]:
+def startup(job: dict[str, Any], repeats: int, with_build: bool = True) -> dict[str, Any]:
     """How long a fresh process takes, in seconds.
 
+    Args: job: its "model", "dtype", "weights" and "cache_memory".
     Returns: "imported_s" from the process's start; "first_token_s" from there on, `from_pretrained` included; both
     medians with the native kernels built before. "native_build_s": building them into an empty cache, once.
     """
-    job = {"kind": "startup", "model": model, "dtype": dtype, "cache_memory": cache_memory}
-    runs = [measure(job) for _ in range(repeats + 1)][1:]  # the first may have to build
+    runs = [measure(job | {"kind": "startup"}) for _ in range(repeats + 1)][1:]  # the first may have to build
     found = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
     if with_build:
         with tempfile.TemporaryDirectory(prefix="lfm2-cb-cache-") as empty:
@@ -81,7 +83,7 @@ def _memory(job: dict[str, Any]) -> dict[str, Any]:
     imports, dtype = peak_rss_mb(), getattr(torch, job["dtype"])
     workload = [(prompt, length) for prompt, length in job["workload"]]
     if job["engine"] == "ours":
-        model = lfm2_cb.load_model(job["model"], dtype)
+        model = lfm2_cb.load_model(job["model"], dtype, weights=job["weights"])
         weights = sum(parameter.nbytes for parameter in model.parameters())
         with lfm2_cb.ContinuousBatchingGenerator(model, cache_memory=job["cache_memory"]) as generator:
             loaded = peak_rss_mb()
@@ -100,7 +102,7 @@ def _startup(job: dict[str, Any]) -> dict[str, Any]:
     import lfm2_cb
 
     imported = time.time()
-    model = lfm2_cb.load_model(job["model"], getattr(torch, job["dtype"]))
+    model = lfm2_cb.load_model(job["model"], getattr(torch, job["dtype"]), weights=job["weights"])
     loaded = time.time()
     with lfm2_cb.ContinuousBatchingGenerator(model, cache_memory=job["cache_memory"]) as generator:
         next(generator.stream([list(range(10, 26))], max_new_tokens=2, do_sample=False, eos_token_id=None))

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Lfm2ForCausalLM
+from transformers import Lfm2ForCausalLM, PreTrainedModel
 
 from .readings import Reading
 from .workloads import Workload
@@ -94,6 +94,13 @@ def facts() -> dict[str, Any]:
     }
 
 
+def bytes_a_step(model: PreTrainedModel) -> int:
+    """What every step reads of the weights: all once, but an embedding that is no head."""
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    return weights if tied else weights - sum(p.nbytes for p in model.model.embed_tokens.parameters())
+
+
 @dataclass(frozen=True)
 class ModelWork:
     """What a model's arithmetic and its weights amount to.
@@ -111,13 +118,12 @@ class ModelWork:
 
     @classmethod
     def of(cls, model: Lfm2ForCausalLM) -> ModelWork:
-        config, head, embedding = model.config, model.lm_head.weight, model.model.embed_tokens.weight
-        weights = sum(parameter.nbytes for parameter in model.parameters())
+        config, head = model.config, model.lm_head.weight
         linears = sum(m.weight.numel() for m in model.model.modules() if isinstance(m, nn.Linear))
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         layers = config.layer_types.count("full_attention")
         return cls(
-            weights if head is embedding else weights - embedding.nbytes,
+            bytes_a_step(model),
             2 * linears,
             2 * head.numel(),
             4 * layers * config.num_attention_heads * head_dim,
