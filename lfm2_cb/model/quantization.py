@@ -132,7 +132,7 @@ def replace_layers(model: PreTrainedModel, weights: str) -> None:
                 parameter.data = parameter.data.to(model.dtype)
         model.set_submodule(name, new)
     if isinstance(model, Lfm2CbForCausalLM) and model.config.tie_word_embeddings:
-        for leaf in ("weight_scale", "weight_offset"):
+        for leaf in ("weight_scale", "weight_sums"):
             model.all_tied_weights_keys[f"lm_head.{leaf}"] = f"model.embed_tokens.{leaf}"
 
 

@@ -32,12 +32,12 @@ class Int8Weights(NamedTuple):
     values: int8 `[panels, inputs / 4, 16, 4]`: of 16 outputs each, four inputs after another; zeros fill up both.
         (What AMX and VNNI multiply as it lies.)
     scale: `[out, 1]` in the model's dtype.
-    offset: int32 `[panels, groups, 16]`, −128 × the sum of each group's values.
+    sums: int16 `[panels, groups, 16]`, of each group's values.
     """
 
     values: torch.Tensor
     scale: torch.Tensor
-    offset: torch.Tensor
+    sums: torch.Tensor
 
     @classmethod
     def empty(cls, out_features: int, in_features: int) -> Int8Weights:
@@ -45,7 +45,7 @@ class Int8Weights(NamedTuple):
         return cls(
             torch.empty(panels, padded // 4, PANEL, 4, dtype=torch.int8),
             torch.empty(out_features, 1),
-            torch.empty(panels, -(-in_features // GROUP), PANEL, dtype=torch.int32),
+            torch.empty(panels, -(-in_features // GROUP), PANEL, dtype=torch.int16),
         )
 
     @classmethod
@@ -54,9 +54,9 @@ class Int8Weights(NamedTuple):
         values, scale = quantize_int8(weight)
         values = F.pad(values, (0, -values.shape[1] % PADDED, 0, -len(values) % PANEL))
         grouped = F.pad(values, (0, -values.shape[1] % GROUP)).view(-1, PANEL, -(-values.shape[1] // GROUP), GROUP)
-        offset = grouped.sum(-1, dtype=torch.int32).transpose(1, 2) * -128
+        sums = grouped.sum(-1, dtype=torch.int16).transpose(1, 2)
         packed = values.view(-1, PANEL, values.shape[1] // 4, 4).transpose(1, 2)
-        return cls(packed.contiguous(), scale.to(weight.dtype), offset.contiguous())
+        return cls(packed.contiguous(), scale.to(weight.dtype), sums.contiguous())
 
     def dequantize(self, in_features: int, dtype: torch.dtype) -> torch.Tensor:
         """`[out, in]` in `dtype`."""
@@ -65,7 +65,8 @@ class Int8Weights(NamedTuple):
 
     def rows(self, indices: torch.Tensor, in_features: int) -> torch.Tensor:
         """Of the matrix, in the scale's dtype: `[*indices.shape, in]`."""
-        values = self.values[indices // PANEL, :, indices % PANEL].flatten(-2)[..., :in_features]
+        fours = self.values.view(torch.int32).squeeze(-1)  # which take less time to collect than bytes
+        values = fours[indices // PANEL, :, indices % PANEL].view(torch.int8)[..., :in_features]
         return values * F.embedding(indices, self.scale)
 
 
@@ -115,14 +116,14 @@ def _call(
     name: str, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None, kernels: NativeKernels
 ) -> torch.Tensor:
     out_features, in_features = len(weights.scale), x.shape[-1]
-    rows, groups, padded = x.numel() // in_features, weights.offset.shape[1], weights.values.shape[1] * 4
+    rows, groups, padded = x.numel() // in_features, weights.sums.shape[1], weights.values.shape[1] * 4
     out = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
     kernels.call(
         name,
         x.contiguous(),
         int(x.dtype == torch.bfloat16),
         weights.values,
-        weights.offset,
+        weights.sums,
         weights.scale.to(x.dtype),  # which no scale loses anything by
         None if bias is None else bias.to(x.dtype),
         torch.empty(-(-rows // 32) * 32 * padded, dtype=torch.uint8),  # whole tiles are read

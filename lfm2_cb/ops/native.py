@@ -185,13 +185,13 @@ def addition_is_right(kernels: NativeKernels) -> bool:
     x, weight, bias = (tensor.to(torch.bfloat16) for tensor in (x, weight, bias))
     panels, padded, groups = -(-outputs // 16), -(-inner // 64) * 64, -(-inner // 128)  # as ops/int8.py has them
     values = torch.randint(-32, 33, (panels, padded // 4, 16, 4), generator=generator, dtype=torch.int8)
-    offset = torch.randint(-(10**6), 10**6, (panels, groups, 16), generator=generator, dtype=torch.int32)
+    sums = torch.randint(-4096, 4097, (panels, groups, 16), generator=generator, dtype=torch.int16)
     scale = torch.rand(outputs, generator=generator).to(x.dtype)
 
     def linear_int8(kernels: NativeKernels, name: str = "linear_int8") -> torch.Tensor:
         out = x.new_full((rows, outputs), torch.nan)
         scratch = torch.empty(64 * padded, dtype=torch.uint8), torch.empty(rows * groups, dtype=torch.float32)
-        kernels.call(name, x, 1, values, offset, scale, bias, *scratch, out, rows, inner, outputs)
+        kernels.call(name, x, 1, values, sums, scale, bias, *scratch, out, rows, inner, outputs)
         return out
 
     if kernels.isa != "amx":

@@ -85,7 +85,7 @@ def _has_amx() -> bool:
 
 
 class _Quantized(nn.Module):
-    """Holds a quantised matrix `[out, in]`: `weight` (its values), `weight_scale` and, of 8 bits, `weight_offset`.
+    """Holds a quantised matrix `[out, in]`: `weight` (its values), `weight_scale` and, of 8 bits, `weight_sums`.
 
     These train nothing.
     """

@@ -13,16 +13,15 @@ static_assert(PANEL == SIDE && FOUR == LINE && GROUP % LINE == 0, "a tile holds 
 
 constexpr int64_t ROWS = 2 * SIDE;
 
-// totals [16 rows][16 outputs] += sums, and offsets [16], by the scale of each row's inputs, `stride` apart.
-void add_group(const int32_t* sums, const int32_t* offsets, const float* scales, int64_t stride,
+// totals [16 rows][16 outputs] += products, by the scale of each row's inputs, `stride` apart.
+void add_group(const int32_t* products, const int16_t* sums, const float* scales, int64_t stride,
                int64_t rows, float* totals) {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t o = 0; o < PANEL; o += W) {
-            ivec sum, offset;
-            memcpy(&sum, sums + r * PANEL + o, sizeof sum);
-            memcpy(&offset, offsets + o, sizeof offset);
+            ivec product;
+            memcpy(&product, products + r * PANEL + o, sizeof product);
             float* to = totals + r * PANEL + o;
-            store(to, load(to) + __builtin_convertvector(sum + offset, vec) * scales[r * stride]);
+            store(to, load(to) + __builtin_convertvector(product + zeros_of(sums + o), vec) * scales[r * stride]);
         }
 }
 
@@ -33,7 +32,7 @@ void compute_tile(Tiles& tiles, const Product<T>& p, int64_t row, int64_t panel,
     const int64_t other = panel + 1 < p.panels() ? panel + 1 : panel;
     const uint8_t* x = p.inputs + row * padded;
     const int8_t *first = p.weights + panel * PANEL * padded, *second = p.weights + other * PANEL * padded;
-    alignas(64) int32_t sums[2][2][SIDE * PANEL];
+    alignas(64) int32_t products[2][2][SIDE * PANEL];
     float totals[2][2][SIDE * PANEL] = {};
     for (int64_t g = 0; g < groups; g++) {
         ahead.ask();
@@ -51,13 +50,13 @@ void compute_tile(Tiles& tiles, const Product<T>& p, int64_t row, int64_t panel,
             tiles.multiply_bytes<2, 5, 6>();
             tiles.multiply_bytes<3, 5, 7>();
         }
-        tiles.store<0>(sums[0][0], LINE);
-        tiles.store<1>(sums[0][1], LINE);
-        tiles.store<2>(sums[1][0], LINE);
-        tiles.store<3>(sums[1][1], LINE);
+        tiles.store<0>(products[0][0], LINE);
+        tiles.store<1>(products[0][1], LINE);
+        tiles.store<2>(products[1][0], LINE);
+        tiles.store<3>(products[1][1], LINE);
         for (int64_t a = 0; a < 2; a++)
             for (int64_t b = 0; b < 2; b++)
-                add_group(sums[a][b], p.offsets + ((b ? other : panel) * groups + g) * PANEL,
+                add_group(products[a][b], p.sums + ((b ? other : panel) * groups + g) * PANEL,
                           p.input_scales + (row + a * SIDE) * groups + g, groups, smaller(SIDE, p.rows - row - a * SIDE),
                           totals[a][b]);
     }
@@ -92,10 +91,10 @@ void linear(const Product<T>& p, int64_t threads) {
 }  // namespace
 
 // As linear_int8 (csrc/int8.cpp), with inputs of a multiple of 32 rows.
-KERNEL(amx_linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int32_t* offsets,
+KERNEL(amx_linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums,
                         const void* scales, const void* bias, uint8_t* inputs, float* input_scales, void* out,
                         int64_t rows, int64_t width, int64_t outputs, int64_t threads) {
-    with_product(x, is_bf16, weights, offsets, scales, bias, inputs, input_scales, out, rows, width, outputs,
+    with_product(x, is_bf16, weights, sums, scales, bias, inputs, input_scales, out, rows, width, outputs,
                  [=](const auto& product) { linear(product, threads); });
 }
 REPLAYABLE(amx_linear_int8)

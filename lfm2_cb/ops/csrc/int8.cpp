@@ -18,14 +18,15 @@ constexpr int64_t AHEAD = 2048;     // bytes asked for where memory is waited fo
 // Loops marked so are unrolled whole, so that their arrays are registers.
 #define UNROLLED _Pragma("GCC unroll 16")
 
-// A tile of TILE_ROWS rows and of panels `panel`, `panel + apart`, ... Without `ahead` it asks for its own weights.
+// A tile of TILE_ROWS rows and of panels `panel`, `panel + apart`, ... Without `ahead` it asks for
+// its own weights; of one row the processor foresees them better.
 template <int TILE_ROWS, int PANELS, class T>
 void compute_tile(const Product<T>& p, int64_t row, int64_t panel, int64_t apart, Ahead* ahead) {
     constexpr int ALL = PANELS * VECTORS;
     const int64_t padded = p.padded(), groups = p.groups();
     const uint8_t* x = p.inputs + row * padded;
     const int8_t* w = p.weights + panel * PANEL * padded;
-    const int32_t* offsets = p.offsets + panel * groups * PANEL;
+    const int16_t* sums = p.sums + panel * groups * PANEL;
     const float* scales = p.input_scales + row * groups;
     float totals[TILE_ROWS][PANELS][PANEL] = {};
     for (int64_t g = 0; g < groups; g++) {
@@ -33,10 +34,10 @@ void compute_tile(const Product<T>& p, int64_t row, int64_t panel, int64_t apart
         Sums acc[TILE_ROWS][ALL];
         UNROLLED for (int v = 0; v < ALL; v++) {
             const int64_t from = v / VECTORS * apart * groups * PANEL + g * PANEL + v % VECTORS * W;
-            UNROLLED for (int r = 0; r < TILE_ROWS; r++) acc[r][v] = load_sums(offsets + from);
+            UNROLLED for (int r = 0; r < TILE_ROWS; r++) acc[r][v] = zeros_of(sums + from);
         }
         for (int64_t k = g * GROUP, last = smaller(k + GROUP, padded); k < last; k += 8) {
-            if (!ahead)
+            if (TILE_ROWS > 1 && !ahead)
                 UNROLLED for (int j = 0; j < PANELS; j++) {
                     const int8_t* later = w + j * apart * PANEL * padded + k * PANEL + AHEAD / PANELS;
                     __builtin_prefetch(later);
@@ -121,12 +122,12 @@ void linear(const Product<T>& p, int64_t threads) {
 }  // namespace
 
 // out [rows, outputs] = x @ W.T + bias, with x [rows, width], scales [outputs] and bias [outputs] or null, all bf16 or
-// all fp32; weights int8 [panels, padded / 4, 16, 4] and offsets int32 [panels, groups, 16]; as scratch inputs uint8
+// all fp32; weights int8 [panels, padded / 4, 16, 4] and their sums int16 [panels, groups, 16]; as scratch inputs uint8
 // [rows, padded] and input_scales fp32 [rows, groups]. Padded: to 64.
-KERNEL(linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int32_t* offsets, const void* scales,
+KERNEL(linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums, const void* scales,
                     const void* bias, uint8_t* inputs, float* input_scales, void* out, int64_t rows, int64_t width,
                     int64_t outputs, int64_t threads) {
-    with_product(x, is_bf16, weights, offsets, scales, bias, inputs, input_scales, out, rows, width, outputs,
+    with_product(x, is_bf16, weights, sums, scales, bias, inputs, input_scales, out, rows, width, outputs,
                  [=](const auto& product) { linear(product, threads); });
 }
 REPLAYABLE(linear_int8)

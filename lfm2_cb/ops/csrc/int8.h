@@ -4,8 +4,8 @@
 // a group's products are summed in 32-bit integers, where nothing overflows and no order matters, and the groups one
 // after another in fp32. So a row's result depends neither on the rows beside it nor on the instruction set.
 //
-// Rounded inputs are stored plus 128, as processors multiply unsigned bytes by signed ones; a group's sums start from
-// what that adds to them, taken off: the offsets.
+// Rounded inputs are stored plus ZERO, as processors multiply unsigned bytes by signed ones. What that adds to a group's
+// sums, ZERO times the sum of the group's weights, is what they start from, taken off.
 #pragma once
 
 #include "ahead.h"
@@ -13,16 +13,25 @@
 
 namespace {
 
-constexpr int64_t PANEL = 16;          // outputs whose weights lie together
-constexpr int64_t FOUR = PANEL * 4;    // bytes: a panel's weights of four inputs
-constexpr int64_t GROUP = 128;         // inputs
+constexpr int64_t PANEL = 16;        // outputs whose weights lie together
+constexpr int64_t FOUR = PANEL * 4;  // bytes: a panel's weights of four inputs
+constexpr int64_t GROUP = 128;       // inputs that share a scale
+constexpr int32_t ZERO = 128;
+
+// W outputs' sums of a group of zeros, taken off.
+inline ivec zeros_of(const int16_t* sums) {
+    typedef int16_t Shorts __attribute__((vector_size(2 * W)));
+    Shorts v;
+    memcpy(&v, sums, sizeof v);
+    return __builtin_convertvector(v, ivec) * -ZERO;
+}
 
 // T: float or bf16.
 template <class T>
 struct Product {
     const T* x;              // [rows][width]
     const int8_t* weights;   // [panels][padded / 4][PANEL][4]
-    const int32_t* offsets;  // [panels][groups][PANEL]
+    const int16_t* sums;     // [panels][groups][PANEL], of the weights
     const T *scales, *bias;  // [outputs]; bias may be null
     T* out;                  // [rows][outputs]
     int64_t rows, width, outputs;
@@ -37,7 +46,7 @@ struct Product {
     void round(int64_t task) const {
         const int64_t row = task / groups(), begin = task % groups() * GROUP;
         input_scales[task] = round_inputs(x + row * width + begin, smaller(GROUP, width - begin),
-                                          smaller(GROUP, padded() - begin), 127.0f, 128, inputs + row * padded() + begin);
+                                          smaller(GROUP, padded() - begin), 127.0f, ZERO, inputs + row * padded() + begin);
     }
 
     // Of a panel's outputs in one row, from the sums of all groups [PANEL].
@@ -46,24 +55,22 @@ struct Product {
         T* to = out + row * outputs;
         int64_t o = begin;
         for (; o + W <= end; o += W) {
-            const vec scaled = load(sums + o - begin) * load(scales + o);
-            store(to + o, bias ? scaled + load(bias + o) : scaled);
+            const vec addend = bias ? load(bias + o) : vec{};
+            store(to + o, load(sums + o - begin) * load(scales + o) + addend);
         }
-        for (; o < end; o++) {
-            const float scaled = sums[o - begin] * to_float(scales[o]);
-            assign(to + o, bias ? scaled + to_float(bias[o]) : scaled);
-        }
+        for (; o < end; o++)
+            assign(to + o, sums[o - begin] * to_float(scales[o]) + (bias ? to_float(bias[o]) : 0.0f));
     }
 };
 
 // compute(a Product of what a kernel was called with).
 template <class Compute>
-void with_product(const void* x, bool is_bf16, const int8_t* weights, const int32_t* offsets, const void* scales,
+void with_product(const void* x, bool is_bf16, const int8_t* weights, const int16_t* sums, const void* scales,
                   const void* bias, uint8_t* inputs, float* input_scales, void* out, int64_t rows, int64_t width,
                   int64_t outputs, Compute compute) {
     auto start = [&](auto* typed) {
         using T = std::remove_pointer_t<decltype(typed)>;
-        compute(Product<T>{(const T*)x, weights, offsets, (const T*)scales, (const T*)bias, (T*)out, rows, width,
+        compute(Product<T>{(const T*)x, weights, sums, (const T*)scales, (const T*)bias, (T*)out, rows, width,
                            outputs, inputs, input_scales});
     };
     is_bf16 ? start((bf16*)nullptr) : start((float*)nullptr);

@@ -14,12 +14,6 @@ typedef int32_t Sums __attribute__((vector_size(4 * W)));
 
 typedef Sums Lanes __attribute__((aligned(1), may_alias));  // in memory
 
-inline Sums load_sums(const int32_t* p) {
-    Sums v;
-    memcpy(&v, p, sizeof v);
-    return v;
-}
-
 // Eight inputs, fours of bytes, each in all lanes.
 struct Eight {
     Sums first, second;
