@@ -13,7 +13,9 @@ from ..model.decode_batch import DecodeBatch
 from ..model.hybrid_cache import HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
+from ..ops.int8 import native_rows_int8
 from ..ops.native import NativeKernels
+from ..ops.quantized import QuantizedEmbedding
 from ..ops.tape import Arena, Tape
 
 logger = logging.get_logger("transformers.lfm2_cb")
@@ -75,7 +77,11 @@ class RecordedDecodes:
         return tape.replay()
 
     def _embed(self, batch: DecodeBatch) -> None:
-        batch.inputs_embeds.copy_(self._model.model.embed_tokens(batch.input_ids))
+        embedding, ids, out = self._model.model.embed_tokens, batch.input_ids, batch.inputs_embeds
+        if isinstance(embedding, QuantizedEmbedding):
+            native_rows_int8(embedding.weights, ids, out, kernels=self._native)
+        else:
+            torch.index_select(embedding.weight, 0, ids, out=out)
 
     def _record(self, key: tuple[int, int], rows: Sequence[Row]) -> torch.Tensor:
         longest = max(row.start // self._cache.plan.block_size + 1 for row in rows)
@@ -100,7 +106,7 @@ class RecordedDecodes:
     def _may_record(self) -> bool:
         if self._doubtful and (structure := _structure_of(self._model)) != self._structure:
             self._forget(structure)
-        if self._addresses != [tensor.data_ptr() for tensor in self._tensors]:
+        if self._addresses != list(map(torch.Tensor.data_ptr, self._tensors)):
             self._forget(_structure_of(self._model))
         self._doubtful = False
         return self._recordable and not any(self._hooks)

@@ -42,6 +42,8 @@ class DecodeBatch(RaggedBatch):
         # Each row writes its slot, and maybe a checkpoint: below 0 where it does not.
         every_row = [(i, 1) for i in range(num_rows)]
         self._write_rows, self._write_index = self._windows([-1] * 2 * num_rows, every_row * 2)
+        filled = self.input_ids, self.position_ids, self.slot_mapping, self._packed.sequences, self._packed.block_ids
+        self._filled = [tensor.numpy() for tensor in (*filled, self._read_rows, self._write_rows)]
         self.fill(rows)
 
     @staticmethod
@@ -57,23 +59,20 @@ class DecodeBatch(RaggedBatch):
     def fill(self, rows: Sequence[Row]) -> None:
         """Put other rows in the place of those before. All must be decodes, and `holds` be true."""
         cache, size, heads = self.cache, self.cache.plan.block_size, self.cache.num_kv_heads
+        token_ids, positions, slot_mapping, sequences, block_ids, read, written = self._filled
         self.rows = rows
         starts = np.array([row.start for row in rows])
         blocks = np.array([row.block_table[row.start // size] for row in rows])
-        self.input_ids.numpy()[:] = [row.token_ids[0] for row in rows]
-        self.position_ids.numpy()[:] = starts
+        token_ids[:] = [row.token_ids[0] for row in rows]
+        positions[:] = starts
         slots = (blocks[:, None] * heads + np.arange(heads)) * size + (starts % size)[:, None]
-        self.slot_mapping.numpy()[:] = slots.ravel()
+        slot_mapping[:] = slots.ravel()
 
-        assert self._packed is not None
-        self._packed.sequences.numpy()[:, 3] = starts + 1
-        tables = self._packed.block_ids.numpy().reshape(len(rows), -1)
-        for table, row in zip(tables, rows, strict=True):
+        sequences[:, 3] = starts + 1
+        for table, row in zip(block_ids.reshape(len(rows), -1), rows, strict=True):
             num_blocks = row.start // size + 1
             table[:num_blocks] = row.block_table[:num_blocks]
 
-        state_rows = np.array([cache.slot_row(row.state_slot) for row in rows])
-        written = self._write_rows.numpy()
-        self._read_rows.numpy()[:] = written[: len(rows)] = state_rows
+        read[:] = written[: len(rows)] = [cache.slot_row(row.state_slot) for row in rows]
         if cache.plan.checkpoints:
             written[len(rows) :] = np.where((starts + 1) % size == 0, cache.checkpoint_row(0) + blocks, -1)

@@ -150,7 +150,9 @@ class QuantizedEmbedding(_Quantized):
     def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
         super().__init__(num_embeddings, embedding_dim, bits=8)
 
+    @property
+    def weights(self) -> Int8Weights:
+        return Int8Weights(self.weight, self.weight_scale, self.weight_sums)
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weights = self.weights
-        assert isinstance(weights, Int8Weights)
-        return weights.rows(input, self.in_features)
+        return self.weights.rows(input, self.in_features)

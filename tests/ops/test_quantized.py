@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from lfm2_cb.ops import native
 from lfm2_cb.ops.int4 import GROUP_SIZE, Int4Weights
-from lfm2_cb.ops.int8 import GROUP, MOST, PADDED, PANEL, Int8Weights, quantize_inputs, quantize_int8
+from lfm2_cb.ops.int8 import (
+    GROUP,
+    MOST,
+    PADDED,
+    PANEL,
+    Int8Weights,
+    native_rows_int8,
+    quantize_inputs,
+    quantize_int8,
+)
 from lfm2_cb.ops.quantized import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -328,3 +337,14 @@ def test_an_embedding_gives_the_rows_that_its_head_multiplies_by():
     embedding.put(embedding.quantize(torch.randn(50, 24)))
     ids = torch.randint(50, (2, 3))
     assert torch.equal(embedding(ids), embedding.dequantize(torch.float32)[ids])
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernel_gives_the_same_rows(dtype, kernels):
+    weights = Int8Weights.quantize(torch.randn(50, 70).to(dtype))
+    indices = torch.tensor([49, 0, 15, 16, 49])
+    out = torch.full((5, 70), torch.nan).to(dtype)
+    native_rows_int8(weights, indices, out, kernels=kernels)
+    assert torch.equal(out, weights.rows(indices, 70))
+    assert torch.equal(out, weights.dequantize(70, dtype)[indices])

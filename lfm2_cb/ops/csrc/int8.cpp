@@ -131,3 +131,21 @@ KERNEL(linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const
                  [=](const auto& product) { linear(product, threads); });
 }
 REPLAYABLE(linear_int8)
+
+template <class T>
+static void copy_row(const int8_t* panel, int64_t lane, float scale, T* out, int64_t width) {
+    for (int64_t k = 0; k < width; k++) assign(out + k, panel[k / 4 * FOUR + lane * 4 + k % 4] * scale);
+}
+
+// out [rows, width], bf16 or fp32 as the scales are: the rows of the matrix whose numbers `indices` has.
+KERNEL(rows_int8)(const int64_t* indices, const int8_t* weights, const void* scales, int64_t is_bf16, void* out,
+                  int64_t rows, int64_t width, int64_t fours, int64_t) {
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t index = indices[i];
+        const int8_t* panel = weights + index / PANEL * fours * FOUR;
+        if (is_bf16)
+            copy_row(panel, index % PANEL, to_float(((const bf16*)scales)[index]), (bf16*)out + i * width, width);
+        else
+            copy_row(panel, index % PANEL, ((const float*)scales)[index], (float*)out + i * width, width);
+    }
+}
