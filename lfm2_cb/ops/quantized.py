@@ -152,7 +152,9 @@ class QuantizedEmbedding(_Quantized):
 
     @property
     def weights(self) -> Int8Weights:
-        return Int8Weights(self.weight, self.weight_scale, self.weight_sums)
+        weights = super().weights
+        assert isinstance(weights, Int8Weights)
+        return weights
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.weights.rows(input, self.in_features)
