@@ -116,9 +116,9 @@ class Run:
         # Ours adopts the instance it is given, so stock has one of its own.
         self.stock = None if args.no_stock else copy.deepcopy(model)
         self.model = model
-        self.work = machine.ModelWork.of(model)
+        work = machine.ModelWork.of(model)
         self.generator = self.make_generator(args.max_batch_tokens)
-        self.work = replace(self.work, weight_bytes=machine.bytes_a_step(self.generator.model))
+        self.work = replace(work, weight_bytes=machine.bytes_a_step(self.generator.model))
 
     def limited(self, workload: Workload) -> Workload:
         return cut(workload, *self.args.limit) if self.args.limit else workload

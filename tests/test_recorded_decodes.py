@@ -130,6 +130,24 @@ def test_what_is_done_to_a_model_between_two_calls_counts(change):
         assert after == [o.token_ids for o in fresh.generate(prompts, max_new_tokens=15, **GREEDY)] != before
 
 
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_an_embedding_of_another_class_is_asked(weights, replayed):
+    options = {"cache_memory": "4MiB", "prefix_caching": False}
+    with ContinuousBatchingGenerator(random_stock(5), weights=weights, **options) as generator:
+        embedding = generator.model.model.embed_tokens
+
+        class Negated(type(embedding)):
+            def forward(self, input):
+                return -super().forward(input)
+
+        answers = []
+        for kind, recording in ((type(embedding), True), (Negated, True), (Negated, False)):
+            embedding.__class__, generator.engine.runner.recording = kind, recording
+            outputs = generator.generate([[7, 8, 9]], max_new_tokens=15, **GREEDY)
+            answers.append(outputs[0].token_ids)
+    assert replayed and answers[0] != answers[1] == answers[2]
+
+
 def test_a_hook_registered_in_the_middle_of_an_answer_sees_every_step_from_then_on():
     model, seen = ours(random_stock(5)), []
     with ContinuousBatchingGenerator(model, cache_memory="4MiB") as generator:

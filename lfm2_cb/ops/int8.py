@@ -139,9 +139,9 @@ def _call(
 def native_rows_int8(
     weights: Int8Weights, indices: torch.Tensor, out: torch.Tensor, *, kernels: NativeKernels
 ) -> None:
-    """`Int8Weights.rows` into out `[n, in]`, of the scale's dtype. indices: int64 `[n]`, which must be in range."""
+    """`Int8Weights.rows` into out `[n, in]`, fp32 or bf16. indices: int64 `[n]`, which must be in range."""
     fours, is_bf16 = weights.values.shape[1], int(out.dtype == torch.bfloat16)
-    kernels.call("rows_int8", indices, weights.values, weights.scale, is_bf16, out, *out.shape, fours)
+    kernels.call("rows_int8", indices, weights.values, weights.scale.to(out.dtype), is_bf16, out, *out.shape, fours)
 
 
 def round_to_bf16(x: torch.Tensor) -> torch.Tensor:
