@@ -2,11 +2,11 @@
 
 from .assets import demo_model_path
 from .generator import ContinuousBatchingGenerator
+from .hf.registration import disable, enable, register
 from .loading import default_dtype, load_model
 from .model.configuration import Lfm2CbConfig
 from .model.modeling import Lfm2CbForCausalLM, Lfm2CbModel
-from .outputs import RequestEvent, RequestOutput
-from .registration import disable, enable, register
+from .requests.outputs import RequestEvent, RequestOutput
 
 register()
 

@@ -20,16 +20,16 @@ from .engine.drafting import Drafting
 from .engine.engine import Engine, EngineConfig, StepOutput
 from .engine.loop import EngineLoop, Submission, interrupt_between_steps
 from .engine.sampler import Trace
-from .handover import refuse, stock_generate, stock_outputs
 from .loading import as_lfm2_cb, default_dtype, load_model, load_tokenizer, parse_bytes
-from .option_types import check_types
-from .options import CallOptions, GenerateOptions, UnsupportedOptionError, make_requests, resolve_options
-from .outputs import RequestEvent, RequestOutput, as_stock_output
-from .prompts import check_token_ids, strip_padding, tokenize
-from .registration import infer_attention_mask
+from .requests.fallback import refuse, stock_generate, stock_outputs
+from .requests.options import CallOptions, GenerateOptions, UnsupportedOptionError, make_requests, resolve_options
+from .requests.outputs import RequestEvent, RequestOutput, as_stock_output
+from .requests.prompts import check_token_ids, strip_padding, tokenize
+from .requests.stock import infer_attention_mask
+from .requests.text import IncrementalDecoder
+from .requests.validation import check_types
 from .scheduling.policies import Policy
 from .scheduling.request import Request
-from .text import IncrementalDecoder
 
 logger = logging.get_logger("transformers.lfm2_cb")
 

@@ -32,7 +32,7 @@ from .model.quantization import (
     quantize,
     weights_of,
 )
-from .ops.linear import has_bf16_units
+from .ops.linear.dense import has_bf16_units
 
 #: what a checkpoint's config.json may call itself
 MODEL_TYPES = ("lfm2", Lfm2CbConfig.model_type)

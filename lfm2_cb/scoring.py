@@ -18,9 +18,9 @@ from .engine.runner import LENGTH_DEPENDENT_ROPE
 from .loading import as_lfm2_cb
 from .model.configuration import rope_type
 from .model.modeling import Lfm2CbAttention, Lfm2CbShortConv
-from .ops.attention import causal_attention
+from .ops.attention.reference import causal_attention
 from .ops.short_conv import ragged_short_conv
-from .prompts import PromptError
+from .requests.prompts import PromptError
 
 #: rows of logits held at once (of 65,536 fp32 values: 64 MB)
 LOGITS_ROWS = 256

@@ -15,9 +15,9 @@ from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.engine.loop import ClosedError
 from lfm2_cb.loading import default_dtype, parse_bytes
 from lfm2_cb.model.hybrid_cache import CacheTooSmall
-from lfm2_cb.ops.native import NativeUnavailable
-from lfm2_cb.options import UnsupportedOptionError
-from lfm2_cb.prompts import PromptError
+from lfm2_cb.ops.native.library import NativeUnavailable
+from lfm2_cb.requests.options import UnsupportedOptionError
+from lfm2_cb.requests.prompts import PromptError
 from lfm2_cb.scheduling.scheduler import RequestTooLarge
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import ours, random_stock
 
-from lfm2_cb.prompts import PromptError
+from lfm2_cb.requests.prompts import PromptError
 from lfm2_cb.scoring import PrefixTree, Scorer
 
 

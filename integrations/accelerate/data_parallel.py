@@ -13,9 +13,9 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import GenerationConfig
 
 from lfm2_cb.generator import ContinuousBatchingGenerator
-from lfm2_cb.handover import refuse
-from lfm2_cb.outputs import RequestOutput
-from lfm2_cb.prompts import tokenize
+from lfm2_cb.requests.fallback import refuse
+from lfm2_cb.requests.outputs import RequestOutput
+from lfm2_cb.requests.prompts import tokenize
 
 
 class RankError(RuntimeError):

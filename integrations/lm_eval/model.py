@@ -19,8 +19,8 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from lfm2_cb.generator import ContinuousBatchingGenerator
-from lfm2_cb.handover import refuse
-from lfm2_cb.options import GenerateOptions, UnsupportedOptionError
+from lfm2_cb.requests.fallback import refuse
+from lfm2_cb.requests.options import GenerateOptions, UnsupportedOptionError
 from lfm2_cb.scheduling.request import FinishReason
 from lfm2_cb.scoring import Scorer
 

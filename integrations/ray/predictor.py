@@ -12,10 +12,10 @@ import torch
 from transformers import AutoTokenizer
 
 from lfm2_cb import ContinuousBatchingGenerator, default_dtype
-from lfm2_cb.handover import refuse
 from lfm2_cb.model.modeling import Lfm2CbForCausalLM
-from lfm2_cb.outputs import RequestOutput
-from lfm2_cb.prompts import tokenize
+from lfm2_cb.requests.fallback import refuse
+from lfm2_cb.requests.outputs import RequestOutput
+from lfm2_cb.requests.prompts import tokenize
 
 
 class Lfm2CbPredictor:

@@ -15,8 +15,8 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.utils import logging
 
+from lfm2_cb.hf.methods import init_continuous_batching
 from lfm2_cb.loading import as_lfm2_cb, load_model
-from lfm2_cb.protocol import init_continuous_batching
 
 from .choices import GenerationFailed
 from .dispatch import Dispatcher, EngineState, OneModel
@@ -50,7 +50,7 @@ def build_app(
         api_key: asked of every request but `/health`. None: of nobody.
         max_queue: sequences that may wait; a request beyond it is answered with 429.
         max_request_bytes: of a request's body; 413 beyond.
-        continuous_batching_config: the engine's limits; see `lfm2_cb.manager_config`.
+        continuous_batching_config: the engine's limits; see `lfm2_cb.hf.manager_config`.
         weights: "int8" or "int4", as in `ContinuousBatchingGenerator`.
         chat_template_kwargs: given to the chat template of every request.
     """

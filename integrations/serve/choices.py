@@ -13,8 +13,8 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, response_eve
 from transformers.utils.chat_parsing import ResponseParser
 
 from lfm2_cb.engine.sampler import TokenLogprobs
-from lfm2_cb.manager_outputs import CbGenerationOutput
-from lfm2_cb.text import IncrementalDecoder
+from lfm2_cb.hf.manager_outputs import CbGenerationOutput
+from lfm2_cb.requests.text import IncrementalDecoder
 
 from .dispatch import Dispatcher
 

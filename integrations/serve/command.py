@@ -34,7 +34,7 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """Serve as the parsed arguments say, until interrupted."""
-    from lfm2_cb.manager_config import Lfm2CbBatchingConfig
+    from lfm2_cb.hf.manager_config import Lfm2CbBatchingConfig
 
     from .app import serve
 

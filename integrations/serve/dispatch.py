@@ -11,8 +11,8 @@ from fastapi import HTTPException
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerationState, Modality
 
-from lfm2_cb.manager import Lfm2CbManager
-from lfm2_cb.manager_outputs import CbGenerationOutput
+from lfm2_cb.hf.manager import Lfm2CbManager
+from lfm2_cb.hf.manager_outputs import CbGenerationOutput
 
 from .metrics import Metrics
 

@@ -17,7 +17,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.utils import BaseHandler, Modality, build_response_parser
 
 from lfm2_cb.engine.sampler import TokenLogprobs
-from lfm2_cb.prompts import tokenize
+from lfm2_cb.requests.prompts import tokenize
 
 from . import parameters
 from .choices import Choice, Delta, GenerationFailed, Job

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from lfm2_cb.manager import Lfm2CbManager
-from lfm2_cb.manager_outputs import BatchProcessor, CbGenerationOutput
+from lfm2_cb.hf.manager import Lfm2CbManager
+from lfm2_cb.hf.manager_outputs import BatchProcessor, CbGenerationOutput
 
 #: upper bounds in seconds
 FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

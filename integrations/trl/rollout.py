@@ -14,7 +14,7 @@ import torch
 from transformers import ContinuousBatchingConfig
 from trl.models import unwrap_model_for_generation
 
-from lfm2_cb.protocol import generate_batch
+from lfm2_cb.hf.methods import generate_batch
 
 
 def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, list[Any]]:

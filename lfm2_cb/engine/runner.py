@@ -11,12 +11,12 @@ from ..model.decode_batch import DecodeBatch
 from ..model.hybrid_cache import CachePlan, HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
-from ..ops.linear import PackedLinear
-from ..ops.native import resolve_kernels
-from ..ops.quantized import linear_kernels
+from ..ops.linear.dense import PackedLinear
+from ..ops.linear.quantized import linear_kernels
+from ..ops.native.library import resolve_kernels
 from ..scheduling.cache_manager import Fork
 from ..scheduling.scheduler import ScheduledRow
-from .recorded_decodes import RecordedDecodes
+from .captured_steps import RecordedDecodes
 from .sharing import shared_prefixes
 
 #: RoPE variants whose frequencies depend on the longest sequence of the batch, and so on batch mates

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import Lfm2ForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
 
-from ..ops.linear import PackedLinear
+from ..ops.linear.dense import PackedLinear
 
 if TYPE_CHECKING:
     from .modeling import Lfm2CbForCausalLM

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..ops.native import NativeKernels
-from ..ops.native_attention import PackedSequences
+from ..ops.attention.packed import PackedSequences
+from ..ops.native.library import NativeKernels
 from .hybrid_cache import HybridCache
 from .ragged_batch import RaggedBatch, Row
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from ..ops.kv_blocks import KVBlocks, bytes_per_row, copy_block, make_blocks, write_rows, zeros
-from ..ops.native import NativeKernels
+from ..ops.attention.kv_blocks import KVBlocks, bytes_per_row, copy_block, make_blocks, write_rows, zeros
+from ..ops.native.library import NativeKernels
 from .configuration import head_dim, layers_of_type
 
 #: what `cache_dtype=` may be → the dtype of K/V; None: the model's

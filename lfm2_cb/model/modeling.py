@@ -26,8 +26,8 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from ..ops.linear import PackedLinear
-from ..ops.native import NativeKernels
+from ..ops.linear.dense import PackedLinear
+from ..ops.native.library import NativeKernels
 from ..ops.pointwise import add, add_rms_norm, norm_rotate, rms_norm, rotary, swiglu
 from .configuration import Lfm2CbConfig, ffn_width, head_dim, layers_of_type, rope_theta, rope_type
 from .conversion import FusedLinear, fuse_stock_names

@@ -19,7 +19,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..ops.quantized import QuantizedEmbedding, QuantizedLinear
+from ..ops.linear.quantized import QuantizedEmbedding, QuantizedLinear
 from .conversion import FusedLinear
 from .modeling import Lfm2CbForCausalLM, Lfm2CbPreTrainedModel
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..ops.attention import paged_attention
-from ..ops.cascade import SharedPrefix, cascade_attention, shared_blocks
-from ..ops.native import NativeKernels
-from ..ops.native_attention import PackedSequences
+from ..ops.attention.cascade import SharedPrefix, cascade_attention, shared_blocks
+from ..ops.attention.packed import PackedSequences
+from ..ops.attention.reference import paged_attention
+from ..ops.native.library import NativeKernels
 from ..ops.short_conv import gated_short_conv
 from .hybrid_cache import HybridCache
 

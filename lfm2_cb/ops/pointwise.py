@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from .native import NativeKernels
+from .native.library import NativeKernels
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, native: NativeKernels | None = None) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .native import NativeKernels
+from .native.library import NativeKernels
 
 
 def ragged_short_conv(

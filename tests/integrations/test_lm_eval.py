@@ -18,7 +18,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 import lfm2_cb
-from lfm2_cb.options import UnsupportedOptionError
+from lfm2_cb.requests.options import UnsupportedOptionError
 
 MODEL = lfm2_cb.demo_model_path()
 TASKS = sorted(path.stem for path in Path(TASKS_PATH).glob("*.yaml"))

@@ -19,7 +19,7 @@ from helpers import demo_prompts, stock_greedy
 from lfm2_cb.integrations.ray import Lfm2CbPredictor, generate_parquet
 
 import lfm2_cb
-from lfm2_cb.options import UnsupportedOptionError
+from lfm2_cb.requests.options import UnsupportedOptionError
 
 MODEL = lfm2_cb.demo_model_path()
 GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 5}

@@ -28,7 +28,7 @@ from transformers import ContinuousBatchingConfig
 from transformers.utils.chat_parsing import ResponseParser
 
 import lfm2_cb
-from lfm2_cb.manager_outputs import CbGenerationOutput, RequestStatus
+from lfm2_cb.hf.manager_outputs import CbGenerationOutput, RequestStatus
 
 KEY = "secret"
 #: an answer that ends only when it is made to

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Lfm2ForCausalLM, p
 
 import lfm2_cb
 from lfm2_cb import ContinuousBatchingGenerator, Lfm2CbForCausalLM
-from lfm2_cb.cli import main
+from lfm2_cb.cli.main import main
 from lfm2_cb.loading import as_lfm2_cb, load_model
 from lfm2_cb.model.quantization import Lfm2CbQuantizationConfig, quantize
-from lfm2_cb.ops.int8 import quantize_inputs
-from lfm2_cb.ops.quantized import QuantizedEmbedding, QuantizedLinear
+from lfm2_cb.ops.linear.int8 import quantize_inputs
+from lfm2_cb.ops.linear.quantized import QuantizedEmbedding, QuantizedLinear
 from lfm2_cb.scoring import Scorer
 
 IDS = torch.randint(3, 60, (2, 9), generator=torch.Generator().manual_seed(0))

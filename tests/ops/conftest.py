@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lfm2_cb.ops import native
+from lfm2_cb.ops.native import library as native
 
 
 @pytest.fixture(params=list(native.ISAS))

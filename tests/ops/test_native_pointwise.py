@@ -5,7 +5,7 @@ import shutil
 import pytest
 import torch
 
-from lfm2_cb.ops.kv_blocks import write_rows
+from lfm2_cb.ops.attention.kv_blocks import write_rows
 from lfm2_cb.ops.pointwise import add, add_rms_norm, norm_rotate, rms_norm, rotary, swiglu
 from lfm2_cb.ops.short_conv import gated_short_conv
 

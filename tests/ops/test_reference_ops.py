@@ -9,10 +9,16 @@ import torch
 import torch.nn.functional as F
 
 from lfm2_cb import ContinuousBatchingGenerator
-from lfm2_cb.ops import native
-from lfm2_cb.ops.attention import paged_attention
-from lfm2_cb.ops.cascade import SharedPrefix, cascade_attention
-from lfm2_cb.ops.linear import TRANSPOSED_ROWS, PackedLinear, few_rows_linear, many_rows_linear, transposed_linear
+from lfm2_cb.ops.attention.cascade import SharedPrefix, cascade_attention
+from lfm2_cb.ops.attention.reference import paged_attention
+from lfm2_cb.ops.linear.dense import (
+    TRANSPOSED_ROWS,
+    PackedLinear,
+    few_rows_linear,
+    many_rows_linear,
+    transposed_linear,
+)
+from lfm2_cb.ops.native import library as native
 from lfm2_cb.ops.short_conv import ragged_short_conv
 
 

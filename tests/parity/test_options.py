@@ -11,7 +11,7 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, Sy
 from transformers import WatermarkingConfig as Watermark
 
 from lfm2_cb import ContinuousBatchingGenerator
-from lfm2_cb.options import UnsupportedOptionError
+from lfm2_cb.requests.options import UnsupportedOptionError
 
 #: greedy: each option alone, and some together
 GREEDY = [
@@ -430,7 +430,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(case, options):
 
 
 def test_every_field_of_generation_config_has_been_thought_of():
-    from lfm2_cb.options import HANDED_TO_STOCK, HONOURED, INERT
+    from lfm2_cb.requests.options import HANDED_TO_STOCK, HONOURED, INERT
 
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
     assert fields >= HONOURED | HANDED_TO_STOCK | INERT - {"transformers_version"}

@@ -1,4 +1,4 @@
-"""scripts/benchmark.py on the shipped model with its work cut small: what it writes must hold together."""
+"""scripts/benchmarks/compare.py on the shipped model with its work cut small: what it writes must hold together."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 
 import lfm2_cb
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "benchmarks"))
 
-import benchmark
-from bench import fresh, load, machine, peers, plots, readings, report
-from bench.workloads import cut, equal_requests, make_workloads
+import compare
+from harness import fresh, load, machine, peers, plots, readings, report
+from harness.workloads import cut, equal_requests, make_workloads
 
-from lfm2_cb.ops import native
+from lfm2_cb.ops.native import library as native
 
-SCRIPTS = Path(benchmark.__file__).parent
+SCRIPTS = Path(compare.__file__).parent
 TINY = ["--model", "tiny", "--dtype", "float32", "--cache-memory", "16MiB"]
 
 FAKE_PEER = """
@@ -64,7 +64,7 @@ def fake_peer(monkeypatch, tmp_path):
 
 @pytest.fixture(scope="module")
 def tiny():
-    return benchmark.load_model("tiny", torch.float32)
+    return compare.load_model("tiny", torch.float32)
 
 
 def test_the_workloads_are_the_fixed_ones():
@@ -82,7 +82,7 @@ def test_every_engine_in_turn_and_the_summary_is_of_the_rounds(tmp_path, capsys,
     arguments += f" --stock-batch 1 3 --checkpoint {lfm2_cb.demo_model_path()} --peer {fake_peer} --sweep 1 2"
     arguments += f" --sweep-stock-to 1 --json {out} --markdown {table} --plots {tmp_path}"
     pytest.importorskip("matplotlib")
-    benchmark.main([*TINY, *arguments.split()])
+    compare.main([*TINY, *arguments.split()])
     data, works = json.loads(out.read_text()), data_workloads()
     assert list(data["workloads"]) == list(works) and data["peers"]["fake"]["version"] == "7"
     for name, found in data["workloads"].items():
@@ -196,7 +196,7 @@ def test_under_load_all_arrive_and_the_long_ones_are_told_apart(tmp_path):
     arguments = (
         f"--workloads --no-stock --load 100 400 --load-long --load-requests 13 --load-chunks 16 64 --json {out}"
     )
-    benchmark.main([*TINY, *arguments.split(), *f"--limit 13 6 --plots {tmp_path}".split()])
+    compare.main([*TINY, *arguments.split(), *f"--limit 13 6 --plots {tmp_path}".split()])
     found = json.loads(out.read_text())["load"]
     assert [(f["max_batch_tokens"], f["rate"]) for f in found] == [(16, 100), (16, 400), (64, 100), (64, 400)]
     lengths = [n for _, n in cut(make_workloads(4096, 4096)["ragged256"], 13, 6)]
@@ -221,7 +221,7 @@ def test_peak_memory_in_a_fresh_process(tmp_path):
     out = tmp_path / "memory.json"
     arguments = f"--workloads --no-stock --memory single --limit 1 4 --checkpoint {lfm2_cb.demo_model_path()}"
     arguments += " --weights int8"  # a quarter of the 11.6 MB
-    benchmark.main([*TINY, *arguments.split(), "--json", str(out)])
+    compare.main([*TINY, *arguments.split(), "--json", str(out)])
     found = json.loads(out.read_text())["memory"]["ours"]["single"]
     assert found["limit_mb"] == pytest.approx(1.25 * found["weights_mb"] + 2**24 / 1e6 + 500)
     assert found["peak_rss_mb"] >= found["loaded_mb"] >= found["imports_mb"] > 4 > found["weights_mb"] > 2.9
@@ -261,7 +261,7 @@ def test_earlier_runs_are_shown_together(tmp_path, capsys):
         work = {"name": name, "rounds": rounds}
         first = report.Report(str(tmp_path / f"{i}.json"), {"machine": facts, "workloads": {name: work}})
         first.save()
-    merged = benchmark.main(["--read", str(tmp_path / "0.json"), str(tmp_path / "1.json")])
+    merged = compare.main(["--read", str(tmp_path / "0.json"), str(tmp_path / "1.json")])
     shown = capsys.readouterr().out
     assert "| ragged64 | 90.0 | 30.0 (16) | 3.00 | 60 | 88% of read bandwidth | 1 |" in shown
     assert "| ragged256 | 90.0 | 30.0 (on ragged64) | 3.00 |" in shown
@@ -271,16 +271,16 @@ def test_earlier_runs_are_shown_together(tmp_path, capsys):
 
 def test_without_matplotlib_the_extra_is_named_before_anything_runs(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setattr(benchmark, "measure", lambda args: pytest.fail("measured first"))
+    monkeypatch.setattr(compare, "measure", lambda args: pytest.fail("measured first"))
     with pytest.raises(plots.PlotsUnavailable, match=r"lfm2-cb\[bench\]"):
-        benchmark.main([*TINY, "--plots", str(tmp_path)])
+        compare.main([*TINY, "--plots", str(tmp_path)])
 
 
 def test_a_peer_that_fails_costs_nobody_else_a_reading(monkeypatch, tmp_path, capsys, fake_peer):
     monkeypatch.setenv("FAKE_FAILS_AFTER", "3")
     out = tmp_path / "out.json"
     arguments = f"--workloads single ragged256 --limit 3 4 --repeats 2 --peer {fake_peer} --json {out}"
-    benchmark.main([*TINY, *arguments.split(), "--checkpoint", lfm2_cb.demo_model_path()])
+    compare.main([*TINY, *arguments.split(), "--checkpoint", lfm2_cb.demo_model_path()])
     data = json.loads(out.read_text())
     engines = {name: [list(e) for e in found["rounds"]] for name, found in data["workloads"].items()}
     assert engines["single"] == [["machine", "ours", "reached", "tried", "stock", "fake"],
@@ -296,7 +296,7 @@ def test_a_peer_that_fails_costs_nobody_else_a_reading(monkeypatch, tmp_path, ca
 def test_the_simulators_cost_model_and_the_cost_of_sampling(tmp_path, capsys):
     out, cost = tmp_path / "out.json", tmp_path / "cost.json"
     arguments = f"--workloads single five --limit 5 8 --no-stock --repeats 1 --sampling-overhead --cost-model {cost}"
-    benchmark.main([*TINY, *arguments.split(), "--json", str(out)])
+    compare.main([*TINY, *arguments.split(), "--json", str(out)])
     assert set(json.loads(cost.read_text())) == {"step", "token", "row", "kv_token"}
     assert -1 < json.loads(out.read_text())["sampling_overhead"] < 20
     assert "to a step of 64 rows" in capsys.readouterr().out
@@ -311,8 +311,8 @@ def test_an_interrupted_run_keeps_its_readings(monkeypatch, tmp_path):
             raise KeyboardInterrupt
         return readings.run_stock(*args, **kwargs)
 
-    monkeypatch.setattr("bench.rounds.run_stock", stock)
+    monkeypatch.setattr("harness.rounds.run_stock", stock)
     with pytest.raises(KeyboardInterrupt):
-        benchmark.main([*TINY, *f"--workloads single --limit 1 4 --json {out}".split()])
+        compare.main([*TINY, *f"--workloads single --limit 1 4 --json {out}".split()])
     first, second = json.loads(out.read_text())["workloads"]["single"]["rounds"]
     assert "stock" in first and "ours" in second and "stock" not in second

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from lfm2_cb import ContinuousBatchingGenerator
-from lfm2_cb.options import HANDED_TO_STOCK, HONOURED, INERT
+from lfm2_cb.requests.options import HANDED_TO_STOCK, HONOURED, INERT
 
 #: what `generate()` and the constructor say they raise before anything runs (all of ours are ValueErrors)
 DOCUMENTED = (ValueError,)

@@ -1,1 +1,0 @@
-"""Prompts from a file, answers into a file, resumable at any instant."""

@@ -1,0 +1,1 @@
+"""The `lfm2-cb` command."""

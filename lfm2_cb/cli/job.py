@@ -1,0 +1,194 @@
+"""The job: rows in, requests through the engine, records out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from transformers.utils import logging
+
+from ..engine.loop import Submission
+from ..generator import ContinuousBatchingGenerator
+from ..requests.options import GenerateOptions
+from ..requests.outputs import RequestOutput
+from ..requests.prompts import tokenize
+from ..scheduling.request import FinishReason
+from .reader import BadRow, Source, take_kept, take_prompt
+from .writer import OutputError, RowSet
+
+#: names of a record's own fields, which a kept column may not have
+RECORD_FIELDS = ("index", "text", "finish_reason", "prompt_tokens", "output_tokens", "error")
+
+
+class Files(Protocol):
+    """Where records go: `JobFiles`, `PipeFiles`."""
+
+    done: RowSet
+    num_errors: int
+
+    def write(self, record: dict[str, Any], is_error: bool = False) -> None: ...
+
+
+@dataclass
+class Row:
+    """A row on its way."""
+
+    index: int
+    kept: dict[str, Any]
+    token_ids: list[int]
+    submission: Submission | None = None
+    error: BaseException | None = None  # why it will not be run
+    is_second_try: bool = False
+
+    @property
+    def is_finished(self) -> bool:
+        return self.submission is None or self.submission.is_finished
+
+
+@dataclass
+class Summary:
+    """What one run of a job did (not what earlier runs of it had done)."""
+
+    num_rows: int = 0
+    num_errors: int = 0
+    num_output_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """Rows of a source → records.
+
+    A record has "index", "text", "finish_reason", "prompt_tokens", "output_tokens" and the kept columns; with
+    `num_return_sequences` above 1, "text", "finish_reason" and "output_tokens" are lists. A row that cannot be run, or
+    that fails twice (a failed step takes down its batch mates too, hence the second try), gives an error record with
+    "index", "error" and the kept columns. Memory holds `window` rows, whatever the size of the input.
+
+    Args:
+        options: of all rows; their seed and a row's index determine what is sampled.
+        column: of the prompts; None: "prompt" or "messages".
+        keep: columns carried over into the records.
+        ordered: write rows in their order; else as they complete.
+    """
+
+    generator: ContinuousBatchingGenerator
+    options: GenerateOptions
+    column: str | None = None
+    keep: Sequence[str] = ()
+    ordered: bool = False
+
+    @property
+    def window(self) -> int:
+        """Rows read and not yet written: enough that one long answer does not starve the batch behind it."""
+        return 4 * self.generator.engine.config.max_sequences
+
+    def run(self, source: Source, files: Files, progress_bar: bool = True) -> Summary:
+        """Run the rows that are not done yet.
+
+        Raises: OutputError: what was written is whole, and the job can go on later. KeyboardInterrupt: the same.
+        InputError: the input cannot be read further. BrokenError: the engine is unusable.
+        """
+        start, summary, finished = time.monotonic(), Summary(), self._finish(self._read(source, files.done))
+        bar = logging.tqdm(total=source.num_rows, initial=len(files.done), unit="row", disable=not progress_bar)
+        try:
+            with bar:
+                for row, outputs in finished:
+                    record = self._record(row, outputs)
+                    files.write(record, is_error="error" in record)
+                    summary.num_rows += 1
+                    summary.num_errors += "error" in record
+                    summary.num_output_tokens += sum(len(output.token_ids) for output in outputs)
+                    rate = summary.num_output_tokens / (time.monotonic() - start)
+                    bar.set_postfix_str(f"{rate:.0f} tok/s, {summary.num_errors} errors", refresh=False)
+                    bar.update(1)
+        except BrokenPipeError as error:  # of the progress bar
+            raise OutputError("nobody reads the progress any more") from error
+        finally:
+            finished.close()
+            summary.seconds = time.monotonic() - start
+        return summary
+
+    def _read(self, source: Source, done: RowSet) -> Iterator[Row]:
+        """Rows that are not done, with their token ids or what is wrong with them."""
+        for index, content in source.rows():
+            if index not in done:
+                yield self._prepare(index, content)
+
+    def _prepare(self, index: int, content: Mapping[str, Any] | BadRow) -> Row:
+        row = Row(index, {}, [])
+        if isinstance(content, BadRow):
+            row.error = content
+            return row
+        try:
+            row.kept = take_kept(content, self.keep)
+            (row.token_ids,) = tokenize([take_prompt(content, self.column)], self.generator.tokenizer)
+        except Exception as error:  # a chat template or a tokenizer may raise anything over what is in a row
+            row.error = error
+        return row
+
+    def _finish(self, rows: Iterator[Row]) -> Any:
+        """Run rows, a window of them at a time, and give each with its outputs (none where it was not run)."""
+        waiting: dict[int, Row] = {}
+        more = True
+        try:
+            while more or waiting:
+                while more and len(waiting) < self.window:
+                    row = next(rows, None)
+                    if row is None:
+                        more = False
+                    else:
+                        waiting[row.index] = self._enqueue(row)
+                if not waiting:
+                    return
+                ready = self._ready(waiting)
+                for row in ready:
+                    outputs = self.generator.run(row.submission) if row.submission is not None else []
+                    failed = next((o.error for o in outputs if o.finish_reason is FinishReason.ERROR), None)
+                    if failed is not None and not row.is_second_try:
+                        row.is_second_try = True
+                        self._enqueue(row)
+                        if self.ordered:
+                            break  # those behind it wait for it
+                        continue
+                    row.error = row.error or failed
+                    del waiting[row.index]
+                    yield row, outputs
+        finally:
+            self.generator.abandon([row.submission for row in waiting.values() if row.submission is not None])
+
+    def _enqueue(self, row: Row) -> Row:
+        if row.error is None:
+            try:
+                row.submission = self.generator.enqueue([row.token_ids], self.options, first_index=row.index)
+            except ValueError as error:  # the row's own fault: too long, a token id out of range
+                row.submission, row.error = None, error
+        return row
+
+    def _ready(self, waiting: dict[int, Row]) -> list[Row]:
+        """Wait for rows that can be written: at least one, and all that follow from it."""
+        candidates = [next(iter(waiting.values()))] if self.ordered else list(waiting.values())
+        if not any(row.is_finished for row in candidates):
+            self.generator.wait_any([row.submission for row in candidates if row.submission is not None])
+        ready = []
+        for row in waiting.values():
+            if row.is_finished:
+                ready.append(row)
+            elif self.ordered:
+                break
+        return ready
+
+    def _record(self, row: Row, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        if row.error is not None:
+            # The row was a call of its own, in which it was prompt 0.
+            reason = str(row.error).replace("prompt 0 ", "the prompt ", 1)
+            return {"index": row.index, "error": f"{type(row.error).__name__}: {reason}", **row.kept}
+        answers: dict[str, Any] = {
+            "text": [output.text for output in outputs],
+            "finish_reason": [str(output.finish_reason) for output in outputs],
+            "output_tokens": [len(output.token_ids) for output in outputs],
+        }
+        if len(outputs) == 1:
+            answers = {name: values[0] for name, values in answers.items()}
+        return {"index": row.index, **answers, "prompt_tokens": len(row.token_ids), **row.kept}

@@ -1,0 +1,382 @@
+"""Stock's continuous-batching manager over our engine. `protocol.py` has the methods through which models give one."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers.generation.continuous_batching import ContinuousBatchingManager
+from transformers.utils import logging
+
+from ..engine.engine import Engine, StepOutput
+from ..generator import ContinuousBatchingGenerator
+from ..loading import as_lfm2_cb
+from ..requests.fallback import refuse
+from ..requests.options import GenerateOptions, make_requests, sequence_seed
+from ..requests.prompts import check_token_ids, tokenize
+from ..scheduling.request import FinishReason
+from ..scheduling.request import RequestStatus as EngineStatus
+from .manager_config import check_config, generator_options
+from .manager_outputs import (
+    BatchProcessor,
+    LiveRequest,
+    OutputReader,
+    OutputRouter,
+    ProcessedLogprobs,
+    SchedulerView,
+)
+from .manager_thread import ThreadStatus, forget_cached, weights_version
+
+logger = logging.get_logger("transformers.lfm2_cb")
+
+#: seconds that `add_request` waits for a place in a full queue, as in stock
+QUEUE_TIMEOUT = 10
+
+
+class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
+    """Stock's manager in name, type and behaviour; all that it does is done here, by our engine in a thread.
+
+    What is better than in stock: any option of `generate()` goes with a request; a cancelled request gets a last
+    output; results of one request can be waited for without turning over those of others; what is refused raises.
+
+    Args:
+        model: one of ours or a live stock LFM2, whose weights are shared.
+        generation_config: what requests take where they do not say; resolved as `generate()` does, with the model's
+            defaults (stock's manager leaves these out).
+        continuous_batching_config: see `manager_config`.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        workload_hints: Any = None,
+    ) -> None:
+        self.model, self.generation_config = model, generation_config
+        self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
+        check_config(self.continuous_batching_config)
+        seed = self.continuous_batching_config.seed
+        self._seed = int(torch.randint(2**62, ())) if seed is None else seed
+        self.background_thread_status = ThreadStatus()
+        self.batch_processor: BatchProcessor | None = None
+        self.warmed_up, self.is_tp_driver = False, True
+        self.num_return_sequences = generation_config.num_return_sequences or 1
+        self._generator: ContinuousBatchingGenerator | None = None
+        self._placed: tuple[torch.dtype, torch.device] | None = None  # where the generator's cache is
+        self._generation_thread: threading.Thread | None = None
+        self._is_destroyed = False
+        self._wake_up_loop = threading.Event()
+        self._changed = threading.Condition()  # guards all below; told of every output and every end
+        self.output_router = OutputRouter(self._changed)
+        self._live: dict[str, LiveRequest] = {}
+        self._names: dict[int, str] = {}  # engine's request id → its user's
+        self._engine_ids, self._num_named, self._num_calls = itertools.count(), itertools.count(), itertools.count()
+        self._version, self._was_idle = -1, True  # of the weights when the engine last ran; whether it is idle
+
+    # The engine
+
+    def _prepare(self) -> ContinuousBatchingGenerator:
+        """Our generator over the model as it is now."""
+        with self._changed:
+            ours = as_lfm2_cb(self.model)
+            known = self._generator
+            if known is not None:
+                if known.model is ours and self._placed == (ours.dtype, ours.device):
+                    return known
+                if self._live:
+                    raise RuntimeError("the model was moved or replaced while requests are running")
+            options = generator_options(self.continuous_batching_config, ours)
+            self._generator = ContinuousBatchingGenerator(ours, **options)
+            self._placed = (ours.dtype, ours.device)
+            engine = self._generator.engine
+            self.batch_processor = BatchProcessor(engine, SchedulerView(engine, self._live))
+            return self._generator
+
+    def warmup(self) -> None:
+        """Build the engine and run a token through it: whatever is built on first use is then there."""
+        generator = self._prepare()
+        if not self.is_running() and not generator.engine.has_unfinished:
+            generator.generate([[0]], max_new_tokens=1, do_sample=False, num_return_sequences=1, seed=0)
+        self.warmed_up = True
+
+    # Start, stop, pause
+
+    def is_running(self) -> bool:
+        return self._generation_thread is not None and self._generation_thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread that runs the engine. Weights may have changed since it last ran.
+
+        Raises: RuntimeError: destroyed.
+        """
+        if self._is_destroyed:
+            raise RuntimeError("this manager was destroyed; make a new one")
+        if self.is_running():
+            logger.warning("Manager thread is already running.")
+            return
+        self.background_thread_status.clear()
+        engine = self._prepare().engine
+        forget_cached(engine)
+        self._generation_thread = threading.Thread(target=self._run, args=(engine,), name="lfm2_cb", daemon=True)
+        self._generation_thread.start()
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """End the thread once all requests are done, or with `hard_stop` after the present step, failing the rest.
+
+        Args:
+            block: wait for it, at most `timeout` seconds.
+            keep_for_next_session: keep the engine and its memory, and this manager on the model.
+        Raises: RuntimeError: from inside `pause()`.
+        """
+        if self._generation_thread is None:
+            logger.warning("Manager not started.")
+            return
+        status = self.background_thread_status
+        if status.is_pause_requested(local=True):
+            raise RuntimeError("Cannot stop the manager from inside a pause: leave the `pause` context first.")
+        if status.local_status != status.STOPPED:
+            status.request_stop(status.HARD_STOP if hard_stop else status.FLUSH_AND_STOP, global_rank=0)
+        self._wake_up_loop.set()
+        if block:
+            self.join(perf_counter(), timeout)
+        if keep_for_next_session:
+            self.model._cached_continuous_batching_manager = self
+        elif self._generation_thread is None:
+            self._generator = self.batch_processor = None
+            self.warmed_up = False
+
+    def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
+        """Wait for the thread to end, at most `timeout` seconds."""
+        if self._generation_thread is None:
+            return
+        self._generation_thread.join(timeout)
+        if self._generation_thread.is_alive():
+            logger.warning(f"Generation thread did not exit after join timeout ({timeout}).")
+        else:
+            self._generation_thread = None
+
+    def destroy(self) -> None:
+        """Stop for good. Calling it again does nothing."""
+        if self.is_running():
+            self.stop(block=True)
+        self._is_destroyed = True
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Hold the engine between two steps, to change the weights in place. Requests under way go on afterwards,
+        on what they have computed; nothing computed before is reused for others.
+
+        Raises: RuntimeError: not running.
+        """
+        if not self.is_running():
+            raise RuntimeError("Cannot pause generation while no generation loop is running.")
+        self.background_thread_status.acquire_pause(self._wake_up_loop)
+        try:
+            yield
+        finally:
+            self.background_thread_status.release_pause()
+
+    # Requests in
+
+    def add_request(
+        self,
+        input_ids: Sequence[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        **generate_kwargs: Any,
+    ) -> str:
+        """Queue one prompt.
+
+        Args:
+            request_id: made up where absent. Further returned sequences are called `f"{request_id}__child#{i}"`.
+            streaming: give an output after every step (all tokens so far in each), not at the end only.
+            record_timestamps: note `time.perf_counter()` of each token.
+            generate_kwargs: any option of `generate()`, for this request; `seed`, `logprobs=k`, `tokenizer` (for
+                stop strings) and a `generation_config` of its own among them.
+        Returns: its id.
+        Raises:
+            PromptError, UnsupportedOptionError, RequestTooLarge. ValueError: the id is taken.
+            queue.Full: `max_queue_size` requests are waiting, and still were 10 s later.
+            RuntimeError: stopping or dead.
+        """
+        kwargs = {**generate_kwargs, "max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
+        token_ids = tokenize([input_ids], None)
+        names = [self._new_name() if request_id is None else request_id]
+        return self._add(names, token_ids, kwargs, streaming, record_timestamps)[0][-1]
+
+    def add_requests(
+        self,
+        inputs: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int] | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **generate_kwargs: Any,
+    ) -> list[str]:
+        """Queue prompts all together; arguments as in `add_request`. Returns: their ids, in order."""
+        groups = self.add_groups(inputs, max_new_tokens, streaming, record_timestamps, **generate_kwargs)
+        return [group[-1] for group in groups]
+
+    def add_groups(
+        self,
+        inputs: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int] | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **generate_kwargs: Any,
+    ) -> list[list[str]]:
+        """As `add_requests`. Returns: the ids of every sequence of each prompt, its own id last."""
+        token_ids = tokenize(inputs, None)
+        kwargs = {**generate_kwargs, "max_new_tokens": max_new_tokens}
+        return self._add([self._new_name() for _ in token_ids], token_ids, kwargs, streaming, record_timestamps)
+
+    def _new_name(self) -> str:
+        return f"req_{next(self._num_named)}"
+
+    def _add(
+        self, names: list[str], token_ids: list[list[int]], kwargs: dict[str, Any], streaming: bool, timestamps: bool
+    ) -> list[list[str]]:
+        self._check_open()
+        generator, config = self._prepare(), self.model.config
+        options = self._resolve(generator, kwargs, len(token_ids))
+        check_token_ids(token_ids, config.vocab_size, config.max_position_embeddings)
+        requests = make_requests(generator.model, token_ids, options, lambda: next(self._engine_ids))
+        groups = [
+            {f"{name}__child#{i}": child for i, child in enumerate(request.forks)} | {name: request}
+            for name, request in zip(names, requests, strict=True)
+        ]
+        live = {}
+        for name, request in (member for group in groups for member in group.items()):
+            if self.continuous_batching_config.return_logprobs:
+                request.params.trace = ProcessedLogprobs(options.call.logprobs)
+            live[name] = LiveRequest(name, request, streaming, [] if timestamps else None)
+        with self._changed:
+            self._wait_for_place()
+            self._check_open()
+            if taken := live.keys() & self._live.keys():
+                raise ValueError(f"request ids in use: {', '.join(sorted(taken))}")
+            generator.engine.add_all(requests)
+            self._live.update(live)
+            self._names.update({entry.request.request_id: name for name, entry in live.items()})
+        self._wake_up_loop.set()
+        return [list(group) for group in groups]
+
+    def _check_open(self) -> None:
+        if denial := self.background_thread_status.can_accept_new_requests():
+            raise RuntimeError(denial) from self.background_thread_status.fatal_error
+
+    def _resolve(
+        self, generator: ContinuousBatchingGenerator, kwargs: dict[str, Any], num_prompts: int
+    ) -> GenerateOptions:
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        config = copy.copy(given.pop("generation_config", self.generation_config))
+        config.cache_implementation = None  # "paged" is how generate() is asked to come here, and the cache is ours
+        given.pop("cache_implementation", None)
+        seed = sequence_seed(self._seed, next(self._num_calls), 0)  # unless the request has one of its own
+        options = generator.resolve(config, {"seed": seed, **given}, num_prompts)
+        refuse(options, "continuous batching")
+        return options
+
+    def _wait_for_place(self) -> None:
+        size, scheduler = self.continuous_batching_config.max_queue_size, self.batch_processor.scheduler  # type: ignore[union-attr]
+        if size and not self._changed.wait_for(lambda: len(scheduler.waiting_requests) < size, QUEUE_TIMEOUT):
+            raise queue.Full(f"{size} requests are waiting (max_queue_size)")
+
+    def cancel_request(self, request_id: str) -> None:
+        """End a request after the present step; its last output then has the error "cancelled"."""
+        with self._changed:
+            entry = self._live.get(request_id)
+            if entry is not None and self._generator is not None:
+                self._generator.engine.cancel(entry.request)
+        self._wake_up_loop.set()
+
+    # The thread
+
+    def _run(self, engine: Engine) -> None:
+        model, device = engine.runner.model, engine.runner.model.device
+        if device.type == "cuda" and device.index is not None:
+            torch.cuda.set_device(device)
+        in_training = [module for module in model.modules() if module.training]
+        model.eval()
+        error: Exception | None = None
+        try:
+            while self._advance(engine):
+                pass
+        except Exception as caught:  # what one request or one step gets wrong, the engine deals with; this is a bug
+            logger.error("lfm2_cb: the generation thread died", exc_info=True)
+            error = caught
+        finally:
+            for module in in_training:
+                module.training = True
+            self._end(error)
+
+    def _advance(self, engine: Engine) -> bool:
+        """Run a step, or wait for something to do. Returns: False once it is time to end."""
+        status = self.background_thread_status
+        if status.is_pause_requested():
+            status.pause_and_wait()
+            forget_cached(engine)
+        with self._changed:  # nothing is added between looking and leaving
+            stop, busy = status.local_status, engine.has_unfinished
+        if stop == status.HARD_STOP or (stop == status.FLUSH_AND_STOP and not busy):
+            return False
+        if not busy:
+            self._wake_up_loop.wait()
+            self._wake_up_loop.clear()
+            return True
+        if self._was_idle and (version := weights_version(self.model, engine.runner.model)) != self._version:
+            forget_cached(engine)
+            self._version = version
+        outputs = engine.step()
+        self._was_idle = not engine.has_unfinished  # before anybody hears of it, and changes weights
+        self._deliver(outputs)
+        return True
+
+    def _deliver(self, steps: list[StepOutput]) -> None:
+        with self._changed:
+            now, outputs = perf_counter(), []
+            for step in steps:
+                entry = self._live[self._names[step.request.request_id]]
+                if entry.timestamps is not None:
+                    entry.timestamps += [now] * len(step.new_token_ids)
+                if step.finished:
+                    del self._live[entry.request_id], self._names[step.request.request_id]
+                if step.finished or entry.streaming:
+                    outputs.append(entry.output())
+            self.output_router.deliver_batch(outputs)
+            self._changed.notify_all()
+
+    def _end(self, error: Exception | None) -> None:
+        """Fail what is left, and say that the thread is over."""
+        status = self.background_thread_status
+        with self._changed:
+            for entry in self._live.values():
+                request = entry.request
+                request.status, request.finish_reason = EngineStatus.FINISHED, FinishReason.ERROR
+                request.error = error or RuntimeError("the manager was stopped before this request was done")
+            self.output_router.deliver_batch([entry.output() for entry in self._live.values()])
+            if self._live:  # the engine is in the middle of these
+                self._generator = self.batch_processor = None
+            self._live.clear()
+            self._names.clear()
+            if error is not None:
+                status.record_fatal_error(error)
+            status.mark_as_stopped()
+            self._changed.notify_all()

@@ -1,0 +1,125 @@
+"""Stock's `ContinuousBatchingConfig` as options of our generator: every field is honoured, inert, or refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import ContinuousBatchingConfig, PreTrainedModel
+from transformers.generation.continuous_batching.utils import get_device_and_memory_breakdown
+
+from ..model.hybrid_cache import CachePlan
+from ..requests.options import UnsupportedOptionError
+from ..scheduling.policies import Policy
+
+
+@dataclass
+class Lfm2CbBatchingConfig(ContinuousBatchingConfig):
+    """Stock's configuration with options of our generator beside its own: each as in `ContinuousBatchingGenerator`.
+
+    (`weights` are the model's: load it with `load_model(path, weights="int8")`.)
+    """
+
+    policy: str | Policy = "fcfs"
+    drafting: str = "none"
+    kernels: str = "auto"
+    cache_dtype: str | None = None
+    max_step_seconds: float | None = None
+
+
+#: what `Lfm2CbBatchingConfig` adds
+OURS = ("policy", "drafting", "kernels", "cache_dtype", "max_step_seconds")
+
+#: what the engine takes where the config does not say
+DEFAULTS = {"max_batch_tokens": 2048, "max_sequences": 256, "cache_memory": 2 * 2**30, "block_size": 64}
+
+#: fields that the engine or the manager follows
+HONOURED = {
+    "page_size",
+    "num_blocks",
+    "max_batch_tokens",
+    "max_memory_percent",
+    "max_requests_per_batch",
+    "allow_block_sharing",
+    "return_logprobs",
+    "seed",
+    "max_queue_size",
+    "per_request_processors",  # always on: any option of generate() goes with a request
+    "drop_unsupported_processors",  # there are none
+}
+
+#: fields that speak of parts which are not here, and say nothing about what is computed
+INERT = {
+    "max_blocks_per_request",  # size of a table of flash-attention's decode path
+    "auto_switch_to_flash",
+    "cpu_offload_space_safety_threshold",
+    "disable_nccl_graph_mixing",
+    "cpu_group_timeout",
+    "use_default_compile_configs",  # stock turns it into default_compile_level
+    "max_cached_graphs",
+    "block_size",  # stock turns it into page_size
+}
+
+#: fields that ask for something which is not here, with the values that do not ask
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "use_async_batching": (None, False),
+    "use_cuda_graph": (None, False, (False, False)),
+    "q_padding_interval_size": (0,),
+    "kv_padding_interval_size": (0,),
+    "varlen_compile_config": (None,),
+    "decode_compile_config": (None,),
+    "default_compile_level": (0,),
+    "scheduler_type": ("fifo",),
+    "safety_margin": (None,),
+    "cpu_offload_space": (0, None),
+}
+
+
+def check_config(config: ContinuousBatchingConfig) -> None:
+    """Raises: TypeError; UnsupportedOptionError: a field asks for what the engine does not do, by name."""
+    if not isinstance(config, ContinuousBatchingConfig):
+        raise TypeError(f"continuous_batching_config must be a ContinuousBatchingConfig, got {type(config).__name__}")
+    for name, value in vars(config).items():
+        if name in REFUSED and value not in REFUSED[name]:
+            raise UnsupportedOptionError(f"ContinuousBatchingConfig.{name}={value!r} is not supported by lfm2_cb")
+        if name not in HONOURED.union(INERT, REFUSED, OURS):
+            raise UnsupportedOptionError(f"ContinuousBatchingConfig.{name} is not known to lfm2_cb")
+
+
+def generator_options(config: ContinuousBatchingConfig, model: PreTrainedModel) -> dict[str, Any]:
+    """Options of `ContinuousBatchingGenerator`. A `page_size` of stock's default asks for ours.
+
+    Args:
+        model: whose device and shape `max_memory_percent` and `num_blocks` are about.
+    """
+    page_size = None if config.page_size == ContinuousBatchingConfig.page_size else config.page_size
+    options = {
+        "max_batch_tokens": config.max_batch_tokens,
+        "max_sequences": config.max_requests_per_batch,
+        "block_size": page_size,
+    }
+    options = {name: DEFAULTS[name] if value is None else value for name, value in options.items()}
+    options["prefix_caching"] = bool(config.allow_block_sharing)
+    options |= {name: getattr(config, name) for name in OURS if hasattr(config, name)}
+    if config.num_blocks is not None:
+        cache_memory = _bytes_of(config.num_blocks, options, model)
+    elif config.max_memory_percent is not None:
+        _, total, reserved, allocated = get_device_and_memory_breakdown()
+        cache_memory = int((total - max(reserved, allocated)) * config.max_memory_percent)
+    else:
+        cache_memory = DEFAULTS["cache_memory"]
+    return {**options, "cache_memory": cache_memory}
+
+
+def _bytes_of(num_blocks: int, options: dict[str, Any], model: PreTrainedModel) -> int:
+    num_slots = min(options["max_sequences"], options["max_batch_tokens"])
+    plan = CachePlan.from_budget(
+        model.config,
+        2**62,
+        block_size=options["block_size"],
+        num_slots=num_slots,
+        dtype=model.dtype,
+        checkpoints=options["prefix_caching"],
+        cache_dtype=options.get("cache_dtype"),
+    )
+    return num_blocks * plan.bytes_per_block + (num_slots + 1) * plan.bytes_per_state

@@ -1,0 +1,187 @@
+"""`pipeline("text-generation", model=..., generator="cb")`: stock's pipeline over the continuous-batching engine."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+import torch
+from transformers import TextGenerationPipeline
+from transformers.pipelines.pt_utils import KeyDataset
+
+from ..generator import ContinuousBatchingGenerator
+from ..requests.fallback import refuse
+from ..requests.options import GenerateOptions
+from ..requests.prompts import PromptError, strip_padding
+from ..scheduling.request import FinishReason
+
+
+class ContinuousBatchingPipeline(TextGenerationPipeline):
+    """The text-generation pipeline, with all prompts of a call in one continuous batch.
+
+    Without `generator=` this class makes an exact stock `TextGenerationPipeline`. With `generator="cb"` everything
+    that stock's takes is taken, results come in order, and `batch_size` no longer matters. A `datasets` column, and a
+    `datasets.Dataset` with one text column, are accepted too.
+
+    Args:
+        generator: "cb", or None for stock.
+        generator_kwargs: options of `ContinuousBatchingGenerator`, e.g. `{"cache_memory": "1GiB"}`.
+    """
+
+    def __new__(cls, *args: Any, generator: str | None = None, generator_kwargs: Any = None, **kwargs: Any) -> Any:
+        if generator is None and cls is ContinuousBatchingPipeline:
+            if generator_kwargs is not None:
+                raise ValueError('generator_kwargs goes with generator="cb"')
+            return TextGenerationPipeline(*args, **kwargs)
+        if generator != "cb":
+            raise ValueError(f'generator must be "cb" or None, got {generator!r}')
+        return super().__new__(cls)
+
+    def __init__(
+        self, *args: Any, generator: str = "cb", generator_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.generator = ContinuousBatchingGenerator(self.model, self.tokenizer, **(generator_kwargs or {}))
+
+    def __call__(self, text_inputs: Any, **kwargs: Any) -> Any:
+        """As stock's, for str, list, chat, list of chats, generator, `KeyDataset`, and `datasets` columns."""
+        return super().__call__(_as_stock_input(text_inputs), **kwargs)
+
+    def run_single(
+        self, inputs: Any, preprocess_params: Any, forward_params: dict[str, Any], postprocess_params: Any
+    ) -> Any:
+        streamer = forward_params.get("streamer")
+        call = _Call(self, preprocess_params, forward_params, postprocess_params)
+        return call.collect(call.enqueue([inputs]), streamer)[0]
+
+    def get_iterator(
+        self,
+        inputs: Any,
+        num_workers: int,
+        batch_size: int,
+        preprocess_params: Any,
+        forward_params: dict[str, Any],
+        postprocess_params: Any,
+    ) -> Iterable[Any]:
+        call = _Call(self, preprocess_params, forward_params, postprocess_params)
+        return _Results(call, inputs)
+
+
+class _Call:
+    """One call of the pipeline: how each input becomes prompt ids, and each answer a record."""
+
+    def __init__(
+        self, pipe: ContinuousBatchingPipeline, preprocess_params: Any, forward_params: Any, postprocess_params: Any
+    ) -> None:
+        self.pipe, self.preprocess_params, self.postprocess_params = pipe, preprocess_params, postprocess_params
+        self.options = self._options(dict(forward_params))
+        self.num_enqueued = 0
+
+    def _options(self, forward_params: dict[str, Any]) -> GenerateOptions:
+        """Resolve the generation options once a call (as `TextGenerationPipeline._forward` does for each item)."""
+        pipe = self.pipe
+        forward_params.pop("streamer", None)
+        prefix_length = forward_params.pop("prefix_length", 0)
+        kwargs = pipe._prepare_generate_kwargs(forward_params)
+        if prefix_length:  # a total length has to include the prefix
+            given = pipe._get_set_generation_params(kwargs)
+            for length, new_tokens in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+                if length in given and new_tokens not in given:
+                    kwargs[length] = given[length] + prefix_length
+        options = pipe.generator.resolve(kwargs.pop("generation_config", None), kwargs)
+        refuse(options, 'the pipeline with generator="cb"')
+        return options
+
+    def enqueue(self, items: list[Any]) -> tuple[list[dict[str, Any]], Any]:
+        """Queue inputs together; `collect` waits for them."""
+        inputs = [self.pipe.preprocess(item, **self.preprocess_params) for item in items]
+        token_ids = [self._token_ids(i, model_inputs) for i, model_inputs in enumerate(inputs, self.num_enqueued)]
+        submission = self.pipe.generator.enqueue(token_ids, self.options, self.num_enqueued)
+        self.num_enqueued += len(items)
+        return inputs, submission
+
+    def _token_ids(self, index: int, model_inputs: dict[str, Any]) -> list[int]:
+        input_ids = model_inputs["input_ids"]
+        if input_ids.shape[1] == 0:  # stock starts an empty prompt from the bos token
+            model_inputs["input_ids"] = None
+            if self.options.config.bos_token_id is None:
+                raise PromptError(f"prompt {index} is empty, and the model has no bos_token_id to start from")
+            return [self.options.config.bos_token_id]
+        return strip_padding(input_ids, model_inputs.get("attention_mask", torch.ones_like(input_ids)))[0]
+
+    def collect(
+        self, enqueued: tuple[list[dict[str, Any]], Any], streamer: Any = None, bar: bool | None = False
+    ) -> list:
+        """Wait for enqueued inputs and make stock's records of them, in order."""
+        inputs, submission = enqueued
+        outputs = self.pipe.generator.run(submission, bar, streamer)
+        n = self.options.num_return_sequences
+        return [self._records(model_inputs, outputs[i * n : (i + 1) * n]) for i, model_inputs in enumerate(inputs)]
+
+    def _records(self, model_inputs: dict[str, Any], outputs: list[Any]) -> list[dict[str, Any]]:
+        for output in outputs:
+            if output.finish_reason is FinishReason.ERROR:
+                raise RuntimeError(f"generation failed: {output.error!r}") from output.error
+        input_ids = model_inputs["input_ids"]
+        prompt = input_ids if input_ids is not None else torch.tensor([outputs[0].prompt_token_ids])
+        answers = torch.nn.utils.rnn.pad_sequence(
+            [torch.tensor(output.token_ids, dtype=torch.long) for output in outputs],
+            batch_first=True,
+            padding_value=self.options.config.pad_token_id or 0,
+        )
+        generated = torch.cat([prompt.cpu().expand(len(outputs), -1), answers], dim=-1)
+        return self.pipe.postprocess(
+            {
+                "generated_sequence": generated.unsqueeze(0),
+                "input_ids": input_ids,
+                "prompt_text": model_inputs["prompt_text"],
+            },
+            **self.postprocess_params,
+        )
+
+
+class _Results:
+    """Records in input order. A list is queued whole; anything lazy is read only as far as keeps the batch full."""
+
+    def __init__(self, call: _Call, inputs: Iterable[Any]) -> None:
+        self.call, self.inputs = call, inputs
+
+    def __len__(self) -> int:
+        return len(self.inputs)  # type: ignore[arg-type]  # raises TypeError for a generator, as stock does
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self.inputs, list):
+            yield from self.call.collect(self.call.enqueue(self.inputs), bar=None)
+            return
+        window = 2 * self.call.pipe.generator.engine.config.max_sequences
+        items = _iterate(self.inputs)
+        waiting = deque(self.call.enqueue([item]) for item in itertools.islice(items, window))
+        while waiting:
+            yield self.call.collect(waiting.popleft())[0]
+            waiting.extend(self.call.enqueue([item]) for item in itertools.islice(items, 1))
+
+
+def _iterate(inputs: Iterable[Any]) -> Iterator[Any]:
+    """A torch Dataset may have no `__iter__` of its own, and then does not know where to stop."""
+    if isinstance(inputs, Sized) and hasattr(inputs, "__getitem__"):
+        return (inputs[i] for i in range(len(inputs)))
+    return iter(inputs)
+
+
+def _as_stock_input(inputs: Any) -> Any:
+    """Turn what `datasets` holds into what stock's pipeline takes; leave everything else as it is."""
+    datasets = sys.modules.get("datasets")  # nobody can hand us a column without having imported it
+    if datasets is None:
+        return inputs
+    if isinstance(inputs, datasets.Dataset):
+        columns = inputs.column_names
+        column = columns[0] if len(columns) == 1 else "text"
+        if column not in columns:
+            raise ValueError(f"which of the columns {columns} holds the prompts? pass dataset[name]")
+        return KeyDataset(inputs, column)
+    if type(inputs).__module__.startswith("datasets.") and type(inputs).__name__ in ("Column", "IterableColumn"):
+        return list(inputs) if hasattr(inputs, "__len__") else (item for item in inputs)
+    return inputs

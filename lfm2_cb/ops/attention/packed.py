@@ -1,0 +1,107 @@
+"""Causal attention over the paged cache by the native kernel (`csrc/attention.cpp`), which reads blocks in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..native.library import NativeKernels
+from .kv_blocks import Int8Blocks, KVBlocks, gather
+from .reference import causal_attention
+
+#: a sequence with more queries and more keys than these is gathered and goes through SDPA. Measured with AVX2: with up
+#: to 1,024 keys the kernel is 1.0 to 2 × as fast, with 1,536 0.8 to 1.25 ×, with 2,048 and more 0.7 to 0.9 ×. Where
+#: SDPA has matrix units for bf16 the balance should tip earlier; that is not measured. The kernel's result for a row
+#: does not depend on how a prompt is cut into chunks, SDPA's does, in its last bits.
+SDPA_QUERIES, SDPA_KEYS = 64, 1024
+
+
+class PackedSequences:
+    """Where the sequences of a step lie, as the kernel reads it: made once, for all layers.
+
+    Args:
+        cu_seqlens, kv_lens, block_tables: as in `paged_attention`.
+        first_keys: for each sequence how many of its first keys to leave out; none where absent.
+
+    Attributes:
+        sequences: int64 `[sequences, 5]`, each's first query, queries, first key, keys, first of its block ids.
+        block_ids: int64, of all sequences, one after another.
+    """
+
+    def __init__(
+        self,
+        native: NativeKernels,
+        cu_seqlens: Sequence[int],
+        kv_lens: Sequence[int],
+        block_tables: Sequence[torch.Tensor],
+        first_keys: Sequence[int] | None = None,
+    ) -> None:
+        self._native = native
+        self.block_ids = torch.cat(list(block_tables))
+        self._long: list[tuple[slice, torch.Tensor, int]] = []
+        rows, table = [], 0
+        for i, (kv_len, blocks) in enumerate(zip(kv_lens, block_tables, strict=True)):
+            start, end, first = cu_seqlens[i], cu_seqlens[i + 1], first_keys[i] if first_keys else 0
+            if end - start > SDPA_QUERIES and kv_len > SDPA_KEYS and not first:
+                self._long.append((slice(start, end), blocks, kv_len))
+            else:
+                rows.append((start, end - start, first, kv_len, table))
+            table += len(blocks)
+        self.sequences = torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
+
+    def attend(self, q: torch.Tensor, key_cache: KVBlocks, value_cache: KVBlocks, scaling: float) -> torch.Tensor:
+        """As `paged_attention`: q `[tokens, heads, head_dim]` fp32 or bf16, as the cache is unless that is in 8 bits.
+        The same back."""
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self._run(q, key_cache, value_cache, scaling, out, None)
+        return out
+
+    def attend_with_lse(
+        self, q: torch.Tensor, key_cache: KVBlocks, value_cache: KVBlocks, scaling: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same in fp32, and `[tokens, heads]` the logarithms of the softmax's denominators, fp32: those of
+        sequences that have keys left out, others maybe."""
+        out = torch.empty(q.shape, dtype=torch.float32)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        self._run(q, key_cache, value_cache, scaling, out, lse)
+        return out, lse
+
+    def _run(
+        self,
+        q: torch.Tensor,
+        keys: KVBlocks,
+        values: KVBlocks,
+        scaling: float,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        stored = _tensors(keys, values, q.dtype)
+        _, heads, head_dim = q.shape
+        if q.stride()[1:] != (head_dim, 1):
+            q = q.contiguous()
+        if len(self.sequences):
+            self._native.call(
+                "paged_attention",
+                *(q, *stored, self.sequences, self.block_ids, out, lse),
+                *(len(self.sequences), heads, keys.shape[1], head_dim, keys.shape[2], q.stride(0)),
+                *(int(q.dtype == torch.bfloat16), int(out.dtype == torch.float32), scaling),
+            )
+        for tokens, blocks, kv_len in self._long:
+            k, v = gather(keys, blocks, kv_len), gather(values, blocks, kv_len)
+            out[tokens] = causal_attention(q[tokens], k, v, scaling)
+
+
+def _tensors(keys: KVBlocks, values: KVBlocks, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...]:
+    """Keys, values and their scales, as the kernel takes them. Raises: ValueError: not for queries of this dtype."""
+    if isinstance(keys, Int8Blocks) and isinstance(values, Int8Blocks):
+        tensors = keys.values, values.values, keys.scale, values.scale
+        whole = all(tensor.is_contiguous() for tensor in tensors)
+    elif isinstance(keys, torch.Tensor) and isinstance(values, torch.Tensor) and dtype == keys.dtype == values.dtype:
+        tensors = keys, values, None, None  # type: ignore[assignment]
+        whole = keys.is_contiguous() and values.is_contiguous()
+    else:
+        whole = False
+    if not whole:
+        raise ValueError(f"one dtype and whole caches, not q {dtype}, keys {keys.dtype}, values {values.dtype}")
+    return tensors

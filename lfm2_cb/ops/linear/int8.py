@@ -1,0 +1,149 @@
+"""8 bits a weight and a scale a channel; inputs in 8 bits too, with a scale for every 128 of a row.
+
+Both are symmetric and calibration-free. Decoding is bound by the bytes of the weights that a step reads, and batches
+by how many products a processor makes: so weights are stored as the kernels read them, in place, and inputs are
+rounded to what the processors' instructions multiply (csrc/int8.h). Scales of weights are numbers that bfloat16 holds
+exactly, so no cast between fp32 and bf16 changes what a model says.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from ..native.library import NativeKernels
+
+#: output features whose weights lie together, four inputs of each after another; inputs that share a scale; and what
+#: inputs are padded to. PANEL and GROUP in csrc/int8.h
+PANEL, GROUP, PADDED = 16, 128, 64
+#: rows from which the matrix units are quicker than the other kernels (estimated, not measured)
+AMX_ROWS = 13
+#: the most that the sum of the positive weights of four inputs may be, and that of the negative ones. Such sums of
+#: products are of 16 bits on processors without VNNI, and inputs are stored as 1 ... 255: 128 * 255 < 2^15.
+MOST = 128
+_TINY = 1e-30  # keeps the scale of an all-zero row from being 0
+
+
+class Int8Weights(NamedTuple):
+    """A matrix `[out, in]`, `values * scale`.
+
+    values: int8 `[panels, inputs / 4, 16, 4]`: of 16 outputs each, four inputs after another; zeros fill up both.
+        (What AMX and VNNI multiply as it lies.)
+    scale: `[out, 1]` in the model's dtype.
+    sums: int16 `[panels, groups, 16]`, of each group's values.
+    """
+
+    values: torch.Tensor
+    scale: torch.Tensor
+    sums: torch.Tensor
+
+    @classmethod
+    def empty(cls, out_features: int, in_features: int) -> Int8Weights:
+        panels, padded = -(-out_features // PANEL), -(-in_features // PADDED) * PADDED
+        return cls(
+            torch.empty(panels, padded // 4, PANEL, 4, dtype=torch.int8),
+            torch.empty(out_features, 1),
+            torch.empty(panels, -(-in_features // GROUP), PANEL, dtype=torch.int16),
+        )
+
+    @classmethod
+    def quantize(cls, weight: torch.Tensor) -> Int8Weights:
+        """Of `[out, in]`, floating point."""
+        values, scale = quantize_int8(weight)
+        values = F.pad(values, (0, -values.shape[1] % PADDED, 0, -len(values) % PANEL))
+        grouped = F.pad(values, (0, -values.shape[1] % GROUP)).view(-1, PANEL, -(-values.shape[1] // GROUP), GROUP)
+        sums = grouped.sum(-1, dtype=torch.int16).transpose(1, 2)
+        packed = values.view(-1, PANEL, values.shape[1] // 4, 4).transpose(1, 2)
+        return cls(packed.contiguous(), scale.to(weight.dtype), sums.contiguous())
+
+    def dequantize(self, in_features: int, dtype: torch.dtype) -> torch.Tensor:
+        """`[out, in]` in `dtype`."""
+        rows = self.values.transpose(1, 2).reshape(-1, self.values.shape[1] * 4)
+        return rows[: len(self.scale), :in_features].to(dtype) * self.scale.to(dtype)
+
+    def rows(self, indices: torch.Tensor, in_features: int) -> torch.Tensor:
+        """Of the matrix, in the scale's dtype: `[*indices.shape, in]`."""
+        fours = self.values.view(torch.int32).squeeze(-1)  # which take less time to collect than bytes
+        values = fours[indices // PANEL, :, indices % PANEL].view(torch.int8)[..., :in_features]
+        return values * F.embedding(indices, self.scale)
+
+
+def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One scale a row, and values whose sums are at most `MOST`, see there; for that the grid is made wider.
+
+    Args: weight `[out, in]`, floating point.
+    Returns: values int8 `[out, in]`, −127 ... 127; scale fp32 `[out, 1]`, `weight ≈ values * scale`.
+    """
+    weight = weight.float()
+    largest = weight.abs().amax(-1, keepdim=True)
+    summed = F.pad(weight, (0, -weight.shape[1] % 8)).view(len(weight), -1, 2, 2, 2)
+    sums = [part.clamp_min(0).sum((2, 4)).flatten(1).amax(-1, keepdim=True) for part in (summed, -summed)]
+    widest = torch.stack((largest / 127, *(s / (MOST - 2) for s in sums))).amax(0)  # rounding four adds 2 at most
+    scale = round_to_bf16(widest.clamp_min(_TINY))
+    return (weight / scale).round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+def quantize_inputs(x: torch.Tensor) -> torch.Tensor:
+    """x `[..., in]` as the kernels round it: every `GROUP` by its largest value to −127 ... 127. Gradients pass."""
+    grouped = F.pad(x.detach().float(), (0, -x.shape[-1] % GROUP)).unflatten(-1, (-1, GROUP))
+    largest = grouped.abs().amax(-1, keepdim=True)
+    rounded = (grouped * (127 / largest.clamp_min(_TINY))).round_() * (largest / 127)
+    return x + (rounded.flatten(-2)[..., : x.shape[-1]].to(x.dtype) - x).detach()
+
+
+def native_linear_int8(
+    x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None = None, *, kernels: NativeKernels
+) -> torch.Tensor:
+    """`quantize_inputs(x) @ weights.T + bias` for fp32 or bf16 x, summed in integers (csrc/int8.cpp).
+
+    A row's result does not depend on the rows beside it, nor on the instruction set (but for "plain").
+    """
+    rows = x.numel() // x.shape[-1]
+    by_units = kernels.isa == "amx" and rows >= AMX_ROWS
+    return _call("amx_linear_int8" if by_units else "linear_int8", x, weights, bias, kernels)
+
+
+def matrix_linear_int8(
+    x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None = None, *, kernels: NativeKernels
+) -> torch.Tensor:
+    """The same, to the bit, by the processor's matrix units (csrc/amx_int8.cpp); without these, by their emulation."""
+    return _call("amx_linear_int8", x, weights, bias, kernels)
+
+
+def _call(
+    name: str, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None, kernels: NativeKernels
+) -> torch.Tensor:
+    out_features, in_features = len(weights.scale), x.shape[-1]
+    rows, groups, padded = x.numel() // in_features, weights.sums.shape[1], weights.values.shape[1] * 4
+    out = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
+    kernels.call(
+        name,
+        x.contiguous(),
+        int(x.dtype == torch.bfloat16),
+        weights.values,
+        weights.sums,
+        weights.scale.to(x.dtype),  # which no scale loses anything by
+        None if bias is None else bias.to(x.dtype),
+        torch.empty(-(-rows // 32) * 32 * padded, dtype=torch.uint8),  # whole tiles are read
+        torch.empty(rows * groups, dtype=torch.float32),
+        out,
+        rows,
+        in_features,
+        out_features,
+    )
+    return out
+
+
+def native_rows_int8(
+    weights: Int8Weights, indices: torch.Tensor, out: torch.Tensor, *, kernels: NativeKernels
+) -> None:
+    """`Int8Weights.rows` into out `[n, in]`, fp32 or bf16. indices: int64 `[n]`, which must be in range."""
+    fours, is_bf16 = weights.values.shape[1], int(out.dtype == torch.bfloat16)
+    kernels.call("rows_int8", indices, weights.values, weights.scale.to(out.dtype), is_bf16, out, *out.shape, fours)
+
+
+def round_to_bf16(x: torch.Tensor) -> torch.Tensor:
+    """The nearest numbers that bf16 holds, in fp32."""
+    return x.to(torch.bfloat16).float()

@@ -1,0 +1,160 @@
+"""Linear layers over low-bit weights (ops/int8.py, ops/int4.py): by the native kernels or the torch reference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..native.library import NativeKernels, resolve_kernels
+from .int4 import Int4Weights, native_linear_int4
+from .int8 import PANEL, Int8Weights, native_linear_int8, quantize_inputs
+
+#: output features that the torch reference dequantises at once, so that they stay in the processor's cache
+OUTPUT_CHUNK = 512
+#: rows from which torch is quicker by the matrix units than our kernels without (estimated), dequantising included
+AMX_ROWS = 32
+
+Weights = Int8Weights | Int4Weights
+
+
+def split(weights: Weights) -> Iterator[Weights]:
+    """The same matrix, `OUTPUT_CHUNK` output features after another."""
+    per_panel = OUTPUT_CHUNK // PANEL
+    sizes = (per_panel, OUTPUT_CHUNK, per_panel) if isinstance(weights, Int8Weights) else (OUTPUT_CHUNK, OUTPUT_CHUNK)
+    parts = zip(*(tensor.split(size) for tensor, size in zip(weights, sizes, strict=True)), strict=True)
+    return (type(weights)(*part) for part in parts)
+
+
+def reference_linear(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """The torch reference: `x @ weights.T + bias`, some output features at a time; 8 bits take x in 8 bits too.
+
+    Args: x `[..., in]`; bias `[out]`. Returns: `[..., out]` in x's dtype.
+    """
+    inputs = quantize_inputs(x) if isinstance(weights, Int8Weights) else x
+    parts = [F.linear(inputs, part.dequantize(x.shape[-1], x.dtype)) for part in split(weights)]
+    out = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
+    return out if bias is None else out + bias
+
+
+def native_linear(
+    x: torch.Tensor, weights: Weights, bias: torch.Tensor | None = None, *, kernels: NativeKernels
+) -> torch.Tensor:
+    """What `reference_linear` computes, for fp32 or bf16 x, summed in integers."""
+    if isinstance(weights, Int8Weights):
+        return native_linear_int8(x, weights, bias, kernels=kernels)
+    return native_linear_int4(x, weights, bias, kernels=kernels)
+
+
+_kernels: ContextVar[tuple[NativeKernels | None] | None] = ContextVar("lfm2_cb_linear_kernels", default=None)
+
+
+@contextmanager
+def linear_kernels(kernels: NativeKernels | None) -> Iterator[None]:
+    """Within, this thread's quantised layers run by these kernels; None: by the torch reference."""
+    token = _kernels.set((kernels,))
+    try:
+        yield
+    finally:
+        _kernels.reset(token)
+
+
+def quantized_linear(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """By the native kernels, as `linear_kernels` says or where they can be had; else, and for gradients, by torch.
+
+    Also by torch: many bf16 rows on a processor whose matrix units (AMX) the kernels do not use, being quicker so.
+    """
+    chosen = _kernels.get()
+    kernels = resolve_kernels("auto", x.device, x.dtype) if chosen is None else chosen[0]
+    rows = x.numel() // x.shape[-1]
+    by_units = kernels is not None and kernels.isa == "amx" and isinstance(weights, Int8Weights)
+    for_matrix_units = x.dtype == torch.bfloat16 and rows >= AMX_ROWS and _has_amx() and not by_units
+    if kernels is None or for_matrix_units or rows == 0 or (torch.is_grad_enabled() and x.requires_grad):
+        return reference_linear(x, weights, bias)
+    return native_linear(x, weights, bias, kernels=kernels)
+
+
+@functools.cache
+def _has_amx() -> bool:
+    return torch.cpu._is_amx_tile_supported()
+
+
+class _Quantized(nn.Module):
+    """Holds a quantised matrix `[out, in]`: `weight` (its values), `weight_scale` and, of 8 bits, `weight_sums`.
+
+    These train nothing.
+    """
+
+    def __init__(self, out_features: int, in_features: int, bits: int) -> None:
+        super().__init__()
+        self.out_features, self.in_features, self.bits = out_features, in_features, bits
+        self._kind = Int8Weights if bits == 8 else Int4Weights
+        self.put(self._kind.empty(out_features, in_features))
+
+    @property
+    def weights(self) -> Weights:
+        return self._kind(*(getattr(self, _name(field)) for field in self._kind._fields))
+
+    def put(self, weights: Weights) -> None:
+        """Hold these."""
+        for name, tensor in self.named(weights).items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+
+    @staticmethod
+    def named(weights: Weights) -> dict[str, torch.Tensor]:
+        """By the names of the parameters that hold them."""
+        return {_name(field): tensor for field, tensor in weights._asdict().items()}
+
+    def quantize(self, weight: torch.Tensor) -> Weights:
+        """A matrix as this layer holds it. Raises: ValueError: a weight is not finite."""
+        whole = self._kind(*(torch.empty_like(tensor, device=weight.device) for tensor in self.weights))
+        # Some at a time, so that little else is in memory.
+        for to, rows in zip(split(whole), weight.split(OUTPUT_CHUNK), strict=True):
+            if not rows.isfinite().all():
+                raise ValueError("weights that are not finite cannot be quantised")
+            for target, tensor in zip(to, self._kind.quantize(rows), strict=True):
+                target.copy_(tensor)
+        return whole
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """`[out, in]` in `dtype`."""
+        return self.weights.dequantize(self.in_features, dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.out_features}, {self.in_features}, bits={self.bits}"
+
+
+def _name(field: str) -> str:
+    return "weight" if field == "values" else f"weight_{field}"
+
+
+class QuantizedLinear(_Quantized):
+    """`nn.Linear` over a quantised weight; the bias, where there is one, is in full precision."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, bits: int) -> None:
+        super().__init__(out_features, in_features, bits)
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return quantized_linear(input, self.weights, self.bias)
+
+
+class QuantizedEmbedding(_Quantized):
+    """`nn.Embedding` over 8-bit rows, which a tied head multiplies by. Gives the dtype of its `weight_scale`."""
+
+    def __init__(self, num_embeddings: int, embedding_dim: int) -> None:
+        super().__init__(num_embeddings, embedding_dim, bits=8)
+
+    @property
+    def weights(self) -> Int8Weights:
+        weights = super().weights
+        assert isinstance(weights, Int8Weights)
+        return weights
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.weights.rows(input, self.in_features)

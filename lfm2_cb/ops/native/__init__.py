@@ -1,0 +1,1 @@
+"""The native kernels: built, loaded, checked, captured."""

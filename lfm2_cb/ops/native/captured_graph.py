@@ -1,0 +1,153 @@
+"""A computation recorded as the native calls it makes, and run again without Python: what CUDA graphs are on a GPU.
+
+Between two products of a decode step Python takes longer than the kernels there. A step of as many rows as one before
+makes the same calls on the same memory, but for what was put into its input tensors: so the calls are kept, and made
+from C in one go (`csrc/replay.cpp`).
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .library import NativeKernels
+
+_aten = torch.ops.aten
+#: what makes a tensor without filling it
+_EMPTY = frozenset((_aten.empty, _aten.empty_like, _aten.new_empty))
+
+
+class Arena:
+    """Memory for what recorded computations make on their way, kept for as long as the arena is.
+
+    A block is free again when the tensor in it is gone. Tapes that never run at the same time share it, so it is as
+    large as the largest of them needs.
+    """
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+        self._blocks: dict[int, np.ndarray] = {}  # by address
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """As `torch.empty` on CPU, aligned to 64 bytes."""
+        num_bytes = shape.numel() * dtype.itemsize
+        size = max(64, 1 << (num_bytes - 1).bit_length())
+        free = self._free[size]
+        block = free.pop() if free else self._new_block(size)
+        lent = block[:num_bytes]  # an object of its own, which lives as long as the tensor's storage
+        weakref.finalize(lent, free.append, block).atexit = False
+        return torch.from_numpy(lent).view(dtype).view(shape)
+
+    def _new_block(self, size: int) -> np.ndarray:
+        memory = np.empty(size + 64, np.uint8)
+        start = -memory.ctypes.data % 64
+        block = memory[start : start + size]
+        self._blocks[block.ctypes.data] = block
+        return block
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks.values())
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._blocks
+
+    def same(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Another tensor on the memory of a contiguous one made here, which it does not keep from being free."""
+        block = self._blocks[tensor.data_ptr()]
+        return torch.from_numpy(block[: tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+
+
+class Tape:
+    """The native calls of one computation, its result, and all it took from elsewhere.
+
+    Attributes:
+        output: what the computation returned, to be read before another tape on the arena runs.
+        unrecorded: the first thing it did that no native call did, and a tape therefore cannot do again; or None.
+    """
+
+    output: torch.Tensor
+    unrecorded: str | None = None
+
+    def __init__(self, native: NativeKernels, arena: Arena) -> None:
+        self._native, self._arena = native, arena
+        self._calls: list[int] = []  # of each call the kernel's address, and where its arguments begin
+        self._args: list[int] = []
+        self._inputs: list[torch.Tensor] = []  # kept alive
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run the computation, in this thread, and keep its calls."""
+        thread = threading.get_ident()
+        self._native.listeners[thread] = self._heard
+        try:
+            with _Watch(self):
+                output = compute()
+        finally:
+            del self._native.listeners[thread]
+        self._finish()
+        if output in self._arena:
+            self.output = self._arena.same(output)
+        else:
+            self.unrecorded = self.unrecorded or "the result"
+        return output
+
+    def _heard(self, native: NativeKernels, name: str, args: tuple[Any, ...], values: list[Any]) -> None:
+        kernel = native.address(f"replay_{name}")
+        if not kernel:
+            self.unrecorded = self.unrecorded or name
+        self._calls += kernel, len(self._args)
+        self._args += [_bits(value) for value in values]
+        self._inputs += [a for a in args if isinstance(a, torch.Tensor) and a not in self._arena]
+
+    def _finish(self) -> None:
+        self._arg_array = np.array(self._args, dtype=np.int64)
+        calls = np.array(self._calls, dtype=np.int64).reshape(-1, 2)
+        calls[:, 1] = self._arg_array.ctypes.data + 8 * calls[:, 1]
+        self._call_array = torch.from_numpy(calls)
+
+    def replay(self) -> torch.Tensor:
+        """Make the calls again, on what is in the input tensors now. Returns: `output`."""
+        self._native.call("replay", self._call_array, len(self._call_array))
+        return self.output
+
+
+def _bits(value: int | float | None) -> int:
+    """An argument as the 64 bits that the kernel finds."""
+    return struct.unpack("q", struct.pack("d", value))[0] if isinstance(value, float) else int(value or 0)
+
+
+class _Watch(TorchDispatchMode):
+    """Gives a tape's computation its memory from the arena, and notes what is done by anything but native calls."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.overloadpacket in _EMPTY:
+            made = func(*args, **{**kwargs, "device": "meta"})
+            asked = kwargs.get("device") or (args[0].device if isinstance(args[0], torch.Tensor) else "cpu")
+            if torch.device(asked).type == "cpu" and made.is_contiguous():
+                return self._tape._arena.empty(made.shape, made.dtype)
+        result = func(*args, **kwargs)
+        if func._schema.is_mutable or not _is_view(result, args):
+            self._tape.unrecorded = self._tape.unrecorded or str(func)
+        return result
+
+
+def _is_view(result: Any, args: Any) -> bool:
+    """Whether nothing was computed: all tensors lie in the first argument's memory."""
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return isinstance(args[0], torch.Tensor) and all(
+        isinstance(r, torch.Tensor) and r.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
+        for r in results
+    )

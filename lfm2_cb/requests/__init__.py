@@ -1,0 +1,1 @@
+"""What a user says → `Request`s, the same for every face."""

@@ -1,0 +1,80 @@
+"""What only stock `generate()` can do (beams, guidance, the network's insides), done by it on our own model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.utils import logging
+
+from ..model.modeling import Lfm2CbForCausalLM
+from ..scheduling.request import FinishReason, RequestMetrics
+from .options import GenerateOptions, UnsupportedOptionError, sequence_seed
+from .outputs import RequestOutput
+from .stock import eos_token_ids, pad_token_id
+
+logger = logging.get_logger("transformers.lfm2_cb")
+
+
+def refuse(options: GenerateOptions, face: str) -> None:
+    """Raises: UnsupportedOptionError: the options need stock `generate()`, and this face cannot hand over."""
+    if options.handed_over:
+        raise UnsupportedOptionError(
+            f"{', '.join(options.handed_over)}: not in {face}; use generate() (stock runs it)"
+        )
+
+
+def stock_generate(
+    model: Lfm2CbForCausalLM,
+    prompts: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    generation_config: GenerationConfig | None,
+    options: GenerateOptions,
+    kwargs: dict[str, Any],
+    index: int = 0,
+) -> Any:
+    """Call stock `generate()` with the user's own arguments; draws come from the call's seed."""
+    logger.warning_once(f"{', '.join(options.handed_over)}: handed to stock generate(), without continuous batching")
+    call = options.call
+    arguments = {
+        "attention_mask": attention_mask,
+        "logits_processor": list(call.logits_processor) or None,
+        "stopping_criteria": list(call.stopping_criteria) or None,
+        "prefix_allowed_tokens_fn": call.prefix_allowed_tokens_fn,
+        "tokenizer": call.tokenizer,
+        **kwargs,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(sequence_seed(call.seed, index, 0))
+        return model.generate(prompts.to(model.device), generation_config=generation_config, **arguments)
+
+
+def stock_outputs(
+    model: Lfm2CbForCausalLM,
+    token_ids: Sequence[Sequence[int]],
+    generation_config: Any,
+    options: GenerateOptions,
+    kwargs: dict[str, Any],
+) -> list[RequestOutput]:
+    """Stock `generate()`, one prompt after another."""
+    outputs = []
+    for i, ids in enumerate(token_ids):
+        config = generation_config[i] if isinstance(generation_config, (list, tuple)) else generation_config
+        limit = {} if options.max_new_tokens is None else {"max_new_tokens": options.max_new_tokens[i]}
+        prompt = torch.tensor([list(ids)])
+        result = stock_generate(model, prompt, torch.ones_like(prompt), config, options, {**kwargs, **limit}, index=i)
+        sequences = result if isinstance(result, torch.Tensor) else result.sequences
+        outputs += [_output(ids, row, options.of_prompt(i).config) for row in sequences.tolist()]
+    return outputs
+
+
+def _output(prompt: Sequence[int], sequence: Sequence[int], config: GenerationConfig) -> RequestOutput:
+    tokens, eos, pad = list(sequence[len(prompt) :]), eos_token_ids(config), pad_token_id(config)
+    ends = [i for i, token in enumerate(tokens) if token in eos]
+    if ends:
+        return RequestOutput(list(prompt), tokens[: ends[0] + 1], None, FinishReason.STOP, RequestMetrics())
+    while tokens and tokens[-1] == pad:
+        tokens.pop()
+    return RequestOutput(list(prompt), tokens, None, FinishReason.LENGTH, RequestMetrics())

@@ -1,0 +1,361 @@
+"""The kernels for the matrix units (AMX), emulated where the processor has none: so their logic is tested anywhere.
+
+And which instruction set is taken where the units are there, are not, or are wrong.
+"""
+
+import ctypes
+import random
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lfm2_cb.ops.linear import int8, quantized
+from lfm2_cb.ops.linear.dense import FEW_ROWS, PackedLinear, matrix_linear
+from lfm2_cb.ops.linear.int8 import Int8Weights, matrix_linear_int8
+from lfm2_cb.ops.linear.quantized import QuantizedLinear, native_linear, quantized_linear
+from lfm2_cb.ops.native import library as native
+from lfm2_cb.ops.native.library import NativeKernels, addition_is_right
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
+)
+ROWS = [1, 2, 13, 15, 16, 17, 31, 32, 33, 48, 65, 130, 300]
+WIDTHS = [1, 2, 31, 32, 33, 63, 64, 100, 512, 1023, 1024, 1025, 2080]
+OUTPUTS = [1, 3, 15, 16, 17, 31, 32, 33, 64, 100, 257]
+
+
+class Case:
+    """A product in bf16 of a random shape, its answer in float64, and how far sums in fp32 may be from that."""
+
+    def __init__(self, seed: int, rows: int | None = None, width: int | None = None) -> None:
+        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        rows, width, outputs = rows or rng.choice(ROWS), width or rng.choice(WIDTHS), rng.choice(OUTPUTS)
+        self.x = (torch.randn(rows, width, generator=generator) * 10 ** rng.uniform(-3, 3)).to(torch.bfloat16)
+        self.weight = torch.randn(outputs, width, generator=generator).to(torch.bfloat16)
+        self.bias = torch.randn(outputs, generator=generator).to(torch.bfloat16) if rng.random() < 0.5 else None
+        self.args = self.x, self.weight, self.bias
+        bias = 0 if self.bias is None else self.bias.double()
+        self.answer = self.x.double() @ self.weight.double().T + bias
+        in_fp32 = 2e-6 * (self.x.double().abs() @ self.weight.double().abs().T + self.answer.abs())
+        self.bound = in_fp32 + self.answer.abs() * 2**-8
+
+
+class Int8Case:
+    """A product with 8-bit weights of a random shape."""
+
+    def __init__(self, seed: int, rows: int | None = None) -> None:
+        rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        rows, width, outputs = rows or rng.choice(ROWS), rng.choice([*WIDTHS, 4608]), rng.choice(OUTPUTS)
+        dtype = rng.choice([torch.float32, torch.bfloat16])
+        self.x = (torch.randn(rows, width, generator=generator) * 10 ** rng.uniform(-3, 3)).to(dtype)
+        self.bias = torch.randn(outputs, generator=generator).to(dtype) if rng.random() < 0.5 else None
+        self.args = self.x, Int8Weights.quantize(torch.randn(outputs, width, generator=generator)), self.bias
+
+
+# bf16
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_bf16_is_near_float64(seed, kernels):
+    case = Case(seed)
+    out = matrix_linear(kernels, *case.args)
+    assert out.dtype == torch.bfloat16 and ((out.double() - case.answer).abs() <= case.bound).all()
+
+
+def test_every_number_of_rows(kernels):
+    for rows in range(1, 71):
+        case = Case(rows, rows=rows, width=70)
+        assert ((matrix_linear(kernels, *case.args).double() - case.answer).abs() <= case.bound).all(), rows
+
+
+def test_rows_beyond_what_the_cache_holds(kernels):
+    case = Case(1, rows=300, width=4640)  # a group of rows is 290 KB, of the 1 MB of a block
+    assert ((matrix_linear(kernels, *case.args).double() - case.answer).abs() <= case.bound).all()
+
+
+@pytest.mark.parametrize("rows", [40, 203])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_bf16_row_is_the_same_to_the_bit_whoever_is_beside_it(seed, rows, kernels):
+    case = Case(seed, rows=rows)
+    together = matrix_linear(kernels, *case.args)
+    rng, begin = random.Random(seed), 0
+    while begin < rows:
+        torch.set_num_threads(rng.choice([1, 2, 5]))
+        part = slice(begin, begin + rng.choice([1, 5, 13, 16, 17, 40]))
+        assert torch.equal(matrix_linear(kernels, case.x[part], *case.args[1:]), together[part])
+        begin = part.stop
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_row_stays_alone(bad, kernels):
+    case = Case(5, rows=20, width=33)
+    case.x[7, -1] = bad
+    out = matrix_linear(kernels, *case.args)
+    assert not out[7].isfinite().any()
+    assert out[:7].isfinite().all() and out[8:].isfinite().all()
+
+
+def test_a_bad_weight_stays_in_its_output(kernels):
+    """What lies behind a row of weights, in memory, is the next one: it must not be read as inputs beyond the last."""
+    case = Case(5, rows=20, width=33)
+    case.weight = torch.randn(40, 33).to(torch.bfloat16)
+    case.weight[3, 0] = float("nan")
+    out = matrix_linear(kernels, case.x, case.weight)
+    assert out[:, 3].isnan().all()
+    assert out[:, :3].isfinite().all() and out[:, 4:].isfinite().all()
+
+
+def test_the_emulation_is_the_same_for_every_instruction_set():
+    loaded = native.load()
+    for seed in range(6):
+        case = Case(seed)
+        first, *others = [matrix_linear(loaded.using(isa), *case.args) for isa in loaded.supported]
+        assert all(torch.equal(first, other) for other in others)
+
+
+# int8
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_int8_is_the_other_kernels_to_the_bit(seed, kernels, monkeypatch):
+    monkeypatch.setattr(int8, "AMX_ROWS", 10**9)  # or native_linear would do the same
+    case = Int8Case(seed)
+    by_units = matrix_linear_int8(*case.args, kernels=kernels)
+    assert torch.equal(by_units, native_linear(*case.args, kernels=kernels))
+
+
+def test_the_largest_values_do_not_overflow(kernels):
+    for sign in (1, -1):
+        weights = Int8Weights.quantize(torch.full((3, 4608), float(sign)))
+        x = torch.full((17, 4608), 7.5)
+        out = matrix_linear_int8(x, weights, kernels=kernels)
+        expected = x @ weights.dequantize(4608, torch.float32).T
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_int8_row_is_the_same_to_the_bit_whoever_is_beside_it(seed, kernels):
+    case = Int8Case(seed, rows=130)
+    together = matrix_linear_int8(*case.args, kernels=kernels)
+    for threads, begin, end in ((1, 0, 14), (2, 14, 47), (5, 47, 130)):
+        torch.set_num_threads(threads)
+        assert torch.equal(matrix_linear_int8(case.x[begin:end], *case.args[1:], kernels=kernels), together[begin:end])
+
+
+def test_a_bad_int8_row_stays_bad_and_alone(kernels):
+    case = Int8Case(3, rows=20)
+    case.x[7, -1] = float("nan")
+    out = matrix_linear_int8(*case.args, kernels=kernels)
+    assert not out[7].isfinite().any()
+    assert out[:7].isfinite().all() and out[8:].isfinite().all()
+
+
+# The instructions themselves
+
+
+class Instructions(NativeKernels):
+    """The kernels compiled for AMX, beside AVX2."""
+
+    def __init__(self, library):
+        super().__init__(native.load()._library, "avx2")
+        self.with_amx = library
+
+    def _find(self, name):
+        return getattr(self.with_amx, f"{name}_amx")
+
+
+@pytest.fixture(scope="module")
+def instructions(tmp_path_factory):
+    """Run by a handler of the signal that a processor without AMX raises at them."""
+    supported = native.load().supported
+    if sys.platform != "linux" or "amx" in supported or "avx2" not in supported:
+        pytest.skip("not Linux, or no AVX2, or AMX is there")
+    folder, compiler = tmp_path_factory.mktemp("amx"), torch.utils.cpp_extension.get_cxx_compiler()
+    if "amx" not in native._known_isas(compiler, folder):
+        pytest.skip("the compiler knows no AMX")
+    flags = [*native.FLAGS, *native.ISAS["avx2"], "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-DISA=amx"]
+    sources = str(native.SOURCES / "amx.cpp"), str(native.SOURCES / "amx_int8.cpp")
+    native._run([compiler, *flags, "-shared", *sources, "-o", str(folder / "amx")])
+    trap_source = Path(__file__).parent / "amx_trap.cpp"
+    native._run([compiler, *flags, "-shared", str(trap_source), "-o", str(folder / "amx_trap")])
+    trap = ctypes.CDLL(str(folder / "amx_trap"))
+    trap.begin_trap()
+    yield Instructions(ctypes.CDLL(str(folder / "amx")))
+    assert trap.end_trap() > 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_instructions_do_what_the_emulation_does(seed, instructions):
+    torch.set_num_threads(1 + seed % 3)
+    emulated = native.load().using("avx2")
+    case = Case(seed)
+    assert torch.equal(matrix_linear(instructions, *case.args), matrix_linear(emulated, *case.args))
+    case = Int8Case(seed)
+    by_emulation = matrix_linear_int8(*case.args, kernels=emulated)
+    assert torch.equal(matrix_linear_int8(*case.args, kernels=instructions), by_emulation)
+
+
+# What is taken where
+
+
+class AsAmx(NativeKernels):
+    """A processor with matrix units, by the emulation: its functions are those of "plain"."""
+
+    def __init__(self):
+        loaded = native.load()
+        super().__init__(loaded._library, "plain")
+        self.isa, self.called = "amx", []
+
+    def call(self, name, *args):
+        self.called.append(name)
+        native.load().using("plain").call(name, *args)
+
+
+@pytest.fixture
+def amx(monkeypatch):
+    units = AsAmx()
+    monkeypatch.setattr("lfm2_cb.ops.linear.dense.load", lambda: units)
+    return units
+
+
+def test_a_layer_takes_the_units_for_many_rows(amx):
+    layer = PackedLinear(70, 33).to(torch.bfloat16)
+    layer.native, few = True, FEW_ROWS[torch.bfloat16]
+    with torch.no_grad():
+        for rows, kernel in ((few, "few_rows_linear_bf16"), (few + 1, "amx_linear_bf16")):
+            out = layer(x := torch.randn(rows, 70).to(torch.bfloat16))
+            assert amx.called.pop() == kernel
+            torch.testing.assert_close(out.float(), (x @ layer.weight.T + layer.bias).float(), rtol=2e-2, atol=2e-2)
+        layer.float()(torch.randn(FEW_ROWS[torch.float32] + 1, 70))
+        assert amx.called == ["many_rows_linear_f32"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_quantised_layer_takes_the_units_for_many_rows(amx, dtype, monkeypatch):
+    monkeypatch.setattr(quantized, "_has_amx", lambda: True)
+    layer = QuantizedLinear(70, 33, bias=False, bits=8)
+    layer.put(layer.quantize(torch.randn(33, 70)))
+    with torch.no_grad(), quantized.linear_kernels(amx):
+        for rows, kernel in ((12, "linear_int8"), (13, "amx_linear_int8"), (40, "amx_linear_int8")):
+            layer(torch.randn(rows, 70).to(dtype))
+            assert amx.called.pop() == kernel
+    with torch.no_grad(), quantized.linear_kernels(native.load().using("plain")):  # which have no units: torch has
+        x = torch.randn(quantized.AMX_ROWS, 70).to(dtype)
+        by_torch = quantized.reference_linear(x, layer.weights)
+        out = quantized_linear(x, layer.weights)
+        assert torch.equal(out, by_torch) == (dtype == torch.bfloat16)
+
+
+class Library:
+    """Stands for the built one on a processor that has the instruction sets given."""
+
+    def __init__(self, *isas):
+        for isa in isas:
+            setattr(self, f"supported_{isa}", lambda: 1)
+
+
+@pytest.fixture
+def fresh():
+    native._load_once.cache_clear()
+    yield
+    native._load_once.cache_clear()
+
+
+ALL = ("plain", "avx2", "avx512", "amx")
+
+
+@pytest.mark.skipif("amx" not in native.ISAS, reason="not x86")
+def test_wrong_results_go_back_to_the_next_instruction_set_with_one_warning(monkeypatch, fresh):
+    monkeypatch.setattr(native, "build", lambda: "library")
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda _: Library(*ALL))
+    warnings = []
+    monkeypatch.setattr(native.logger, "warning", lambda message, *args: warnings.append(message % args))
+    monkeypatch.setattr(native, "addition_is_right", lambda kernels: True)
+    assert native.load().isa == "amx" and not warnings
+    native._load_once.cache_clear()
+    monkeypatch.setattr(native, "addition_is_right", lambda kernels: False)
+    assert native.load().isa == native.load().isa == "avx512"
+    assert len(warnings) == 1 and "amx" in warnings[0] and "avx512" in warnings[0]
+    assert native.load().using("avx2").supported == ALL[:-1]
+    with pytest.raises(native.NativeUnavailable, match="amx"):
+        native.load().using("amx")
+
+
+def test_the_check_sees_what_is_wrong(monkeypatch):
+    assert addition_is_right(AsAmx())
+    for kernel, out in (("amx_linear_bf16", 3), ("amx_linear_int8", 8)):
+
+        class Wrong(AsAmx):
+            def call(self, name, *args, kernel=kernel, out=out):
+                super().call(name, *args)
+                if name == kernel:
+                    args[out][-1, -1] += 0.05 * args[out].abs().max()
+
+        assert not addition_is_right(Wrong())
+
+    class Silent(AsAmx):
+        def call(self, name, *args):
+            if not name.startswith("amx"):
+                super().call(name, *args)
+
+    assert not addition_is_right(Silent())
+
+
+@pytest.mark.skipif("amx" not in native.ISAS, reason="not x86")
+def test_what_adds_to_an_addition_goes_back_step_by_step(monkeypatch, fresh):
+    monkeypatch.setattr(native, "build", lambda: "library")
+    monkeypatch.setattr(native.ctypes, "CDLL", lambda _: Library("plain", "avx2", "avxvnni", "avx512", "vnni", "amx"))
+    monkeypatch.setattr(native, "addition_is_right", lambda kernels: kernels.isa == "vnni")
+    assert native.load().isa == "vnni"
+    native._load_once.cache_clear()
+    monkeypatch.setattr(native, "addition_is_right", lambda kernels: False)
+    assert native.load().isa == "avx512"
+
+
+@pytest.mark.parametrize("isa", ["vnni", "avxvnni"])
+def test_the_check_sees_wrong_integers(isa):
+    plain = native.load().using("plain")
+
+    class AsVnni(NativeKernels):
+        def __init__(self, error):
+            super().__init__(plain._library, "plain")
+            self.isa, self.error = isa, error
+
+        def without(self, isa):
+            assert isa == self.isa
+            return plain
+
+        def call(self, name, *args):
+            plain.call(name, *args)
+            args[8][-1, -1] += self.error * args[8].abs().max()
+
+    assert addition_is_right(AsVnni(0)) and not addition_is_right(AsVnni(0.05))
+
+
+@pytest.mark.skipif("amx" not in native.ISAS, reason="not x86")
+@pytest.mark.parametrize("flag", ["-mno-such-unit", "-Wa,--no-such-option"], ids=["compiler", "assembler"])
+def test_an_old_compiler_builds_without_them(flag, tmp_path, monkeypatch):
+    monkeypatch.setattr(native, "ISAS", {"plain": (), "amx": (flag,)})
+    (tmp_path / "csrc").mkdir()
+    for name in ("cpu.cpp", "simd.h"):
+        (tmp_path / "csrc" / name).write_text((native.SOURCES / name).read_text())
+    library = native.ctypes.CDLL(str(native.build(tmp_path / "csrc", tmp_path)))
+    assert NativeKernels(library).supported == ("plain",)
+
+
+@pytest.mark.skipif("amx" not in native.ISAS, reason="not x86")
+def test_what_this_processor_has_not_compiles_too(tmp_path):
+    """The library holds what the processor has; the rest is compiled here, and not run."""
+    compiler, flags = torch.utils.cpp_extension.get_cxx_compiler(), [f for f in native.FLAGS if f != "-O3"]
+    commands = [
+        [compiler, *flags, "-O1", *native.ISAS[isa], f"-DISA={isa}", "-c", str(source), "-o", str(tmp_path / "x.o")]
+        for isa in native._known_isas(compiler, tmp_path)
+        if isa not in native.load().supported
+        for source in sorted(native.SOURCES.glob("*.cpp"))
+        if isa not in native.ADDITIONS or source.name in native.ADDITIONS[isa][1]
+    ]
+    for command in commands:
+        native._run(command)
