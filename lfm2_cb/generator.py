@@ -16,11 +16,12 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
+from .engine.config import EngineConfig
 from .engine.drafting import Drafting
-from .engine.engine import Engine, EngineConfig, StepOutput
+from .engine.engine import Engine, StepOutput
 from .engine.loop import EngineLoop, Submission, interrupt_between_steps
 from .engine.sampler import Trace
-from .loading import as_lfm2_cb, default_dtype, load_model, load_tokenizer, parse_bytes
+from .loading import as_lfm2_cb, default_dtype, load_model, load_tokenizer
 from .requests.fallback import refuse, stock_generate, stock_outputs
 from .requests.options import CallOptions, GenerateOptions, UnsupportedOptionError, make_requests, resolve_options
 from .requests.outputs import RequestEvent, RequestOutput, as_stock_output
@@ -88,37 +89,37 @@ class ContinuousBatchingGenerator:
         model: PreTrainedModel | str,
         tokenizer: PreTrainedTokenizerBase | None = None,
         *,
-        max_batch_tokens: int = 2048,
-        max_sequences: int = 256,
-        cache_memory: int | str = "2GiB",
-        block_size: int = 64,
+        max_batch_tokens: int = EngineConfig.max_batch_tokens,
+        max_sequences: int = EngineConfig.max_sequences,
+        cache_memory: int | str = EngineConfig.cache_memory,
+        block_size: int = EngineConfig.block_size,
         seed: int | None = None,
-        prefix_caching: bool = True,
-        policy: str | Policy = "fcfs",
-        drafting: str = "none",
-        kernels: str = "auto",
-        max_step_seconds: float | None = None,
+        prefix_caching: bool = EngineConfig.prefix_caching,
+        policy: str | Policy = EngineConfig.policy,
+        drafting: str = EngineConfig.drafting,
+        kernels: str = EngineConfig.kernels,
+        max_step_seconds: float | None = EngineConfig.max_step_seconds,
         weights: str | None = None,
-        cache_dtype: str | None = None,
+        cache_dtype: str | None = EngineConfig.cache_dtype,
     ) -> None:
-        check_types({"seed": seed, "prefix_caching": prefix_caching, "policy": policy})
+        check_types({"seed": seed})
+        config = EngineConfig(
+            max_batch_tokens=max_batch_tokens,
+            max_sequences=max_sequences,
+            cache_memory=cache_memory,
+            block_size=block_size,
+            prefix_caching=prefix_caching,
+            policy=policy,
+            drafting=drafting,
+            kernels=kernels,
+            max_step_seconds=max_step_seconds,
+            cache_dtype=cache_dtype,
+        )
         if isinstance(model, str):
             loaded = load_model(model, weights=weights)
             tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
             model = loaded
         self.model, self.tokenizer, self.seed = as_lfm2_cb(model, weights), tokenizer, seed
-        config = EngineConfig(
-            max_batch_tokens,
-            max_sequences,
-            parse_bytes(cache_memory),
-            block_size,
-            prefix_caching,
-            policy,
-            drafting,
-            kernels,
-            max_step_seconds,
-            cache_dtype,
-        )
         try:
             self.engine = Engine(self.model, config)
         except (RuntimeError, MemoryError) as error:  # torch's CPU allocator has no class of its own

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -176,14 +174,3 @@ def as_lfm2_cb(model: Any, weights: str | None = None) -> Lfm2CbForCausalLM:
     if known is None or not still_adopted(model, known):
         known = _adopted[model] = adopt(model, Lfm2CbForCausalLM)
     return known
-
-
-def parse_bytes(value: int | str) -> int:
-    """Bytes from a number, or from text such as "2GiB", "512 MiB", "1.5GB". Raises: ValueError."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.I) if isinstance(value, str) else None
-    if match is None:
-        raise ValueError(f"cache_memory must be bytes or text such as '2GiB', got {value!r}")
-    number, unit, binary = match.groups()
-    return math.floor(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))

@@ -12,8 +12,9 @@ from helpers import demo_prompts, random_prompts, random_stock, stock_greedy
 
 import lfm2_cb
 from lfm2_cb import ContinuousBatchingGenerator
+from lfm2_cb.engine.config import parse_bytes
 from lfm2_cb.engine.loop import ClosedError
-from lfm2_cb.loading import default_dtype, parse_bytes
+from lfm2_cb.loading import default_dtype
 from lfm2_cb.model.hybrid_cache import CacheTooSmall
 from lfm2_cb.ops.native.library import NativeUnavailable
 from lfm2_cb.requests.options import UnsupportedOptionError

@@ -18,6 +18,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from lfm2_cb.engine.config import EngineConfig
 from lfm2_cb.generator import ContinuousBatchingGenerator
 from lfm2_cb.requests.fallback import refuse
 from lfm2_cb.requests.options import GenerateOptions, UnsupportedOptionError
@@ -36,8 +37,8 @@ class Lfm2CbLM(HFLM):
         pretrained: checkpoint path, or a live LFM2.
         device: HFLM's; the accelerator where there is one, by default.
         softmax_dtype: None or float32; log-probabilities are always computed in float32.
-        cache_memory, max_batch_tokens, max_sequences, block_size: as in `ContinuousBatchingGenerator`.
-        kwargs: HFLM's. `batch_size` is taken and has no effect: batches are made of tokens.
+        kwargs: the engine's options (fields of `EngineConfig`), and HFLM's. `batch_size` is taken and has no effect:
+            batches are made of tokens.
     Raises:
         UnsupportedOptionError: one of HFLM's options that cannot be honoured here. TypeError: not an LFM2.
     """
@@ -48,10 +49,6 @@ class Lfm2CbLM(HFLM):
         *,
         device: str | None = None,
         softmax_dtype: str | torch.dtype | None = None,
-        cache_memory: int | str = "2GiB",
-        max_batch_tokens: int = 2048,
-        max_sequences: int = 256,
-        block_size: int = 64,
         **kwargs: Any,
     ) -> None:
         for name in REFUSED:
@@ -59,17 +56,12 @@ class Lfm2CbLM(HFLM):
                 raise UnsupportedOptionError(f"{name}={kwargs[name]!r} is not supported by lfm2-cb; use --model hf")
         if softmax_dtype not in (None, "float32", torch.float32):
             raise UnsupportedOptionError(f"softmax_dtype={softmax_dtype!r}: lfm2-cb's log-probabilities are float32")
+        names = {field.name for field in dataclasses.fields(EngineConfig)} & kwargs.keys()
+        options = EngineConfig(**{name: kwargs.pop(name) for name in names})
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained, device=device, **kwargs)
-        self.generator = ContinuousBatchingGenerator(
-            self.model,
-            self.tokenizer,
-            cache_memory=cache_memory,
-            max_batch_tokens=max_batch_tokens,
-            max_sequences=max_sequences,
-            block_size=block_size,
-        )
-        self.scorer = Scorer(self.model, 2 * max_batch_tokens)
+        self.generator = ContinuousBatchingGenerator(self.model, self.tokenizer, **vars(options))
+        self.scorer = Scorer(self.model, 2 * options.max_batch_tokens)
 
     @property
     def batch_size(self) -> int:

@@ -11,6 +11,8 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 import ray
 from lfm2_cb.integrations.ray import generate_parquet
 
+from lfm2_cb.engine.config import EngineConfig
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(
@@ -27,7 +29,7 @@ def main() -> int:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--do-sample", action="store_true")
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--cache-memory", default="2GiB", help="of each actor's engine")
+    parser.add_argument("--cache-memory", default=EngineConfig.cache_memory, help="of each actor's engine")
     parser.add_argument("--address", help="of a running cluster; without, one is started here")
     args = parser.parse_args()
     if args.address is None:  # one CPU more than the actors take, for reading and writing

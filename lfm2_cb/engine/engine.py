@@ -9,61 +9,19 @@ from dataclasses import dataclass, field
 import torch
 from transformers.utils import logging
 
-from ..model.hybrid_cache import CACHE_DTYPES, CachePlan
+from ..model.hybrid_cache import CachePlan
 from ..model.modeling import Lfm2CbForCausalLM
 from ..scheduling.cache_manager import CacheManager
-from ..scheduling.policies import Policy, make_policy
+from ..scheduling.policies import make_policy
 from ..scheduling.request import FinishReason, Request
 from ..scheduling.scheduler import ScheduledRow, Scheduler
 from .assistant import AssistantModel
+from .config import EngineConfig
 from .drafting import Drafter, Drafting, PromptLookup, Speculation
 from .runner import ModelRunner
 from .sampler import SamplingParams, history_tensor, sample
 
 logger = logging.get_logger("transformers.lfm2_cb")
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """Limits of the engine.
-
-    Args:
-        max_batch_tokens: tokens computed a step, prefill chunks and decodes together.
-        max_sequences: requests running at once.
-        cache_memory: bytes of the hybrid cache.
-        block_size: tokens a cache block.
-        prefix_caching: keep computed blocks and share them between requests.
-        policy: a scheduling policy, or its name (`scheduling.policies`).
-        drafting: "auto" to guess tokens by prompt lookup wherever that pays; "none" for requests that ask only.
-        kernels: "auto", "native" or "torch" (`ops.native.resolve_kernels`).
-        max_step_seconds: how long a step that decodes is to take at most, by the times of steps before it: longer
-            prefills are cut into smaller chunks. None: up to `max_batch_tokens`, however long that takes.
-        cache_dtype: "int8" stores K/V in 8 bits; None: in the model's dtype.
-    """
-
-    max_batch_tokens: int = 2048
-    max_sequences: int = 256
-    cache_memory: int = 2 * 2**30
-    block_size: int = 64
-    prefix_caching: bool = True
-    policy: str | Policy = "fcfs"
-    drafting: str = "none"
-    kernels: str = "auto"
-    max_step_seconds: float | None = None
-    cache_dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("max_batch_tokens", "max_sequences", "cache_memory", "block_size"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        if self.drafting not in ("auto", "none"):
-            raise ValueError(f"drafting must be 'auto' or 'none', got {self.drafting!r}")
-        limit = self.max_step_seconds
-        if limit is not None and not (isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0):
-            raise ValueError(f"max_step_seconds must be a positive number or None, got {limit!r}")
-        if self.cache_dtype is not None and self.cache_dtype not in list(CACHE_DTYPES):
-            raise ValueError(f"cache_dtype must be 'int8' or None (the model's dtype), got {self.cache_dtype!r}")
 
 
 @dataclass(slots=True)
@@ -87,7 +45,7 @@ class Engine:
         self.config = config
         self.plan = CachePlan.from_budget(
             model.config,
-            config.cache_memory,
+            config.cache_bytes,
             block_size=config.block_size,
             num_slots=min(config.max_sequences, config.max_batch_tokens),
             dtype=model.dtype,
@@ -133,7 +91,7 @@ class Engine:
                 model,
                 max_sequences=self.scheduler.max_sequences,
                 max_batch_tokens=config.max_batch_tokens,
-                cache_memory=config.cache_memory // 4,
+                cache_memory=config.cache_bytes // 4,
                 block_size=config.block_size,
                 kernels=config.kernels,
                 cache_dtype=config.cache_dtype,

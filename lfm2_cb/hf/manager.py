@@ -24,7 +24,7 @@ from ..requests.options import GenerateOptions, make_requests, sequence_seed
 from ..requests.prompts import check_token_ids, tokenize
 from ..scheduling.request import FinishReason
 from ..scheduling.request import RequestStatus as EngineStatus
-from .manager_config import check_config, generator_options
+from .manager_config import check_config, engine_config
 from .manager_outputs import (
     BatchProcessor,
     LiveRequest,
@@ -94,8 +94,8 @@ class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
                     return known
                 if self._live:
                     raise RuntimeError("the model was moved or replaced while requests are running")
-            options = generator_options(self.continuous_batching_config, ours)
-            self._generator = ContinuousBatchingGenerator(ours, **options)
+            options = engine_config(self.continuous_batching_config, ours)
+            self._generator = ContinuousBatchingGenerator(ours, **vars(options))
             self._placed = (ours.dtype, ours.device)
             engine = self._generator.engine
             self.batch_processor = BatchProcessor(engine, SchedulerView(engine, self._live))

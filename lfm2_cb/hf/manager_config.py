@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.generation.continuous_batching.utils import get_device_and_memory_breakdown
 
+from ..engine.config import EngineConfig
 from ..model.hybrid_cache import CachePlan
 from ..requests.options import UnsupportedOptionError
 from ..scheduling.policies import Policy
@@ -20,18 +21,15 @@ class Lfm2CbBatchingConfig(ContinuousBatchingConfig):
     (`weights` are the model's: load it with `load_model(path, weights="int8")`.)
     """
 
-    policy: str | Policy = "fcfs"
-    drafting: str = "none"
-    kernels: str = "auto"
-    cache_dtype: str | None = None
-    max_step_seconds: float | None = None
+    policy: str | Policy = EngineConfig.policy
+    drafting: str = EngineConfig.drafting
+    kernels: str = EngineConfig.kernels
+    cache_dtype: str | None = EngineConfig.cache_dtype
+    max_step_seconds: float | None = EngineConfig.max_step_seconds
 
 
 #: what `Lfm2CbBatchingConfig` adds
 OURS = ("policy", "drafting", "kernels", "cache_dtype", "max_step_seconds")
-
-#: what the engine takes where the config does not say
-DEFAULTS = {"max_batch_tokens": 2048, "max_sequences": 256, "cache_memory": 2 * 2**30, "block_size": 64}
 
 #: fields that the engine or the manager follows
 HONOURED = {
@@ -86,40 +84,38 @@ def check_config(config: ContinuousBatchingConfig) -> None:
             raise UnsupportedOptionError(f"ContinuousBatchingConfig.{name} is not known to lfm2_cb")
 
 
-def generator_options(config: ContinuousBatchingConfig, model: PreTrainedModel) -> dict[str, Any]:
-    """Options of `ContinuousBatchingGenerator`. A `page_size` of stock's default asks for ours.
+def engine_config(config: ContinuousBatchingConfig, model: PreTrainedModel) -> EngineConfig:
+    """The engine's options; its own defaults where the config does not say. A `page_size` of stock's default does not.
 
     Args:
         model: whose device and shape `max_memory_percent` and `num_blocks` are about.
     """
     page_size = None if config.page_size == ContinuousBatchingConfig.page_size else config.page_size
-    options = {
+    said = {
         "max_batch_tokens": config.max_batch_tokens,
         "max_sequences": config.max_requests_per_batch,
         "block_size": page_size,
+        "prefix_caching": bool(config.allow_block_sharing),
+        **{name: getattr(config, name) for name in OURS if hasattr(config, name)},
     }
-    options = {name: DEFAULTS[name] if value is None else value for name, value in options.items()}
-    options["prefix_caching"] = bool(config.allow_block_sharing)
-    options |= {name: getattr(config, name) for name in OURS if hasattr(config, name)}
+    options = EngineConfig(**{name: value for name, value in said.items() if value is not None})
     if config.num_blocks is not None:
-        cache_memory = _bytes_of(config.num_blocks, options, model)
-    elif config.max_memory_percent is not None:
+        return replace(options, cache_memory=_bytes_of(config.num_blocks, options, model))
+    if config.max_memory_percent is not None:
         _, total, reserved, allocated = get_device_and_memory_breakdown()
-        cache_memory = int((total - max(reserved, allocated)) * config.max_memory_percent)
-    else:
-        cache_memory = DEFAULTS["cache_memory"]
-    return {**options, "cache_memory": cache_memory}
+        return replace(options, cache_memory=int((total - max(reserved, allocated)) * config.max_memory_percent))
+    return options
 
 
-def _bytes_of(num_blocks: int, options: dict[str, Any], model: PreTrainedModel) -> int:
-    num_slots = min(options["max_sequences"], options["max_batch_tokens"])
+def _bytes_of(num_blocks: int, options: EngineConfig, model: PreTrainedModel) -> int:
+    num_slots = min(options.max_sequences, options.max_batch_tokens)
     plan = CachePlan.from_budget(
         model.config,
         2**62,
-        block_size=options["block_size"],
+        block_size=options.block_size,
         num_slots=num_slots,
         dtype=model.dtype,
-        checkpoints=options["prefix_caching"],
-        cache_dtype=options.get("cache_dtype"),
+        checkpoints=options.prefix_caching,
+        cache_dtype=options.cache_dtype,
     )
     return num_blocks * plan.bytes_per_block + (num_slots + 1) * plan.bytes_per_state

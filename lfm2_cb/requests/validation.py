@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from ..scheduling.policies import Policy
-
 
 def is_whole(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
@@ -60,7 +58,6 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
         lambda value: isinstance(value, bool),
         (
             "do_sample",
-            "prefix_caching",
             "renormalize_logits",
             "remove_invalid_values",
             "output_scores",
@@ -78,7 +75,6 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     ),
     "a non-empty string or a list of them": (_is_strings, ("stop_strings",)),
     "an integer": (is_whole, ("seed",)),
-    "a name or a Policy": (lambda value: isinstance(value, (str, Policy)), ("policy",)),
     "a list of callables": (_is_callables, ("logits_processor", "stopping_criteria")),
     "a callable": (callable, ("prefix_allowed_tokens_fn",)),
 }

@@ -40,7 +40,7 @@ from harness.workloads import (
 )
 
 from lfm2_cb import ContinuousBatchingGenerator, default_dtype
-from lfm2_cb.loading import parse_bytes
+from lfm2_cb.engine.config import EngineConfig, parse_bytes
 from lfm2_cb.model.quantization import WEIGHTS
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -71,8 +71,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     ours.add_argument("--weights", choices=list(WEIGHTS), help="low-bit; in full, where absent")
     ours.add_argument("--policy", default="fcfs")
     ours.add_argument("--no-prefix-caching", action="store_true")
-    ours.add_argument("--cache-memory", default="2GiB")
-    ours.add_argument("--max-batch-tokens", type=int, default=2048)
+    ours.add_argument("--cache-memory", default=EngineConfig.cache_memory)
+    ours.add_argument("--max-batch-tokens", type=int, default=EngineConfig.max_batch_tokens)
 
     others = parser.add_argument_group("other engines")
     others.add_argument("--peer", nargs="+", default=[], metavar="NAME=PYTHON", help="vllm, openvino; and its Python")

@@ -1,0 +1,92 @@
+"""EngineConfig: the engine's options, with their defaults and what may be said of them: once, and here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..model.hybrid_cache import CACHE_DTYPES
+from ..ops.native.library import KERNELS
+from ..scheduling.policies import POLICIES, Policy
+
+
+def _option(default: Any, kind: type, help: str, choices: Sequence[str] = ()) -> Any:
+    return field(default=default, metadata={"type": kind, "help": help, "choices": tuple(choices)})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Options of the engine, which every face takes by these names and with these defaults.
+
+    Each field's `metadata` has its "type" (of one value, for a command line), a "help" of one line, and the
+    "choices" there are (empty: any), so that parsers can be made from `dataclasses.fields(EngineConfig)`.
+
+    Args:
+        max_batch_tokens: tokens computed a step, prefill chunks and decodes together.
+        max_sequences: requests running at once.
+        cache_memory: of K/V blocks and conv states, as bytes or text such as "512MiB", "2GiB" (`cache_bytes` has the
+            number); committed as it is first used.
+        block_size: tokens a cache block: the grain of prefix reuse.
+        prefix_caching: keep computed blocks and share them between requests.
+        policy: a scheduling policy, or its name (`scheduling.policies`).
+        drafting: "auto" to guess tokens by prompt lookup wherever that pays; "none" for requests that ask only.
+        kernels: "native" (C++, compiled once on first use), "torch", or "auto": native on a CPU with a compiler.
+        max_step_seconds: how long a step that decodes is to take at most, by the times of steps before it: longer
+            prefills are cut into smaller chunks. None: up to `max_batch_tokens`, however long that takes.
+        cache_dtype: "int8" stores K/V in 8 bits; None: in the model's dtype.
+    Raises: ValueError: an option out of range, by name.
+    """
+
+    max_batch_tokens: int = _option(2048, int, "tokens computed a step, prefill chunks and decodes together")
+    max_sequences: int = _option(256, int, "requests running at once")
+    cache_memory: int | str = _option("2GiB", str, 'of K/V blocks and conv states: bytes, or "512MiB", "2GiB"')
+    block_size: int = _option(64, int, "tokens a cache block: the grain of prefix reuse")
+    prefix_caching: bool = _option(True, bool, "keep what was computed, for prompts that begin alike")
+    policy: str | Policy = _option("fcfs", str, "who runs next", tuple(POLICIES))  # noqa: RUF009  # it makes a field
+    drafting: str = _option("none", str, "guess tokens by prompt lookup wherever it pays", ("auto", "none"))
+    kernels: str = _option("auto", str, "auto: native on a CPU with a C++ compiler", KERNELS)
+    max_step_seconds: float | None = _option(
+        None, float, "how long answers may wait for their next token while prompts are prefilled"
+    )
+    cache_dtype: str | None = _option(
+        None,
+        str,
+        "store K/V in 8 bits, for nearly twice the tokens; default: in the model's dtype",
+        [name for name in CACHE_DTYPES if name],
+    )
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in ("max_batch_tokens", "max_sequences", "block_size")}
+        for name, value in {**sizes, "cache_memory": self.cache_bytes}.items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if not isinstance(self.prefix_caching, bool):
+            raise ValueError(f"prefix_caching must be True or False, got {self.prefix_caching!r}")
+        if not isinstance(self.policy, (str, Policy)):
+            raise ValueError(f"policy must be a name or a Policy, got {self.policy!r}")
+        if self.drafting not in ("auto", "none"):
+            raise ValueError(f"drafting must be 'auto' or 'none', got {self.drafting!r}")
+        limit = self.max_step_seconds
+        if limit is not None and not (isinstance(limit, (int, float)) and not isinstance(limit, bool) and limit > 0):
+            raise ValueError(f"max_step_seconds must be a positive number or None, got {limit!r}")
+        if self.cache_dtype is not None and self.cache_dtype not in list(CACHE_DTYPES):
+            raise ValueError(f"cache_dtype must be 'int8' or None (the model's dtype), got {self.cache_dtype!r}")
+
+    @property
+    def cache_bytes(self) -> int:
+        """`cache_memory` in bytes."""
+        return parse_bytes(self.cache_memory)
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from a number, or from text such as "2GiB", "512 MiB", "1.5GB". Raises: ValueError."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.I) if isinstance(value, str) else None
+    if match is None:
+        raise ValueError(f"cache_memory must be bytes or text such as '2GiB', got {value!r}")
+    number, unit, binary = match.groups()
+    return math.floor(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
