@@ -21,7 +21,7 @@ from .engine.drafting import Drafting
 from .engine.engine import Engine, StepOutput
 from .engine.loop import EngineLoop, Submission, interrupt_between_steps
 from .engine.sampler import Trace
-from .loading import as_lfm2_cb, default_dtype, load_model, load_tokenizer
+from .loading import as_lfm2_cb, check_same_dtype, default_dtype, load_model, load_tokenizer
 from .requests.fallback import refuse, stock_generate, stock_outputs
 from .requests.options import CallOptions, GenerateOptions, UnsupportedOptionError, make_requests, resolve_options
 from .requests.outputs import RequestEvent, RequestOutput, as_stock_output
@@ -57,8 +57,8 @@ class ContinuousBatchingGenerator:
 
     Args:
         model: one of our models, a live stock `Lfm2ForCausalLM` (adopted: its weights are shared, not copied), or the
-            path of a checkpoint. The engine runs on the model's device and in its dtype; a path is loaded in
-            `default_dtype()`, from safetensors only (`load_model` has the exceptions).
+            path of a checkpoint. The engine runs on the model's device and in its dtype; a path is loaded from
+            safetensors only (`load_model` has the exceptions).
         tokenizer: for prompts given as text, and for text out. Loaded from the path where the model is one.
         max_batch_tokens: tokens computed a step: the size of a prefill chunk, decodes included.
         max_sequences: requests running at once.
@@ -73,6 +73,7 @@ class ContinuousBatchingGenerator:
         max_step_seconds: how long running answers may wait for their next token while prompts are prefilled: steps
             with decodes take smaller prefill chunks, by the times measured so far. None: as long as
             `max_batch_tokens` take, which is best for lists.
+        dtype: of a path: "auto", the checkpoint's own, as `from_pretrained` does; or a torch dtype or its name.
         weights: "int8" or "int4" stores and streams them in so few bits (embedding and head in 8 at least): a path is
             quantised while it is loaded, a live model is copied. None: as they are.
         cache_dtype: "int8" stores K/V in 8 bits, with a scale for each token and head: nearly twice the tokens of
@@ -80,7 +81,8 @@ class ContinuousBatchingGenerator:
 
     Raises:
         TypeError: not an LFM2. UnsafeCheckpointError: a checkpoint of pickles. MemoryError: the cache cannot be
-        allocated. ValueError: an option out of range, or a cache too small for one block.
+        allocated. ValueError: an option out of range, a cache too small for one block, or another
+        `dtype` than a live model's.
         NativeUnavailable: kernels="native", and there is no compiler, or no CPU, or another dtype.
     """
 
@@ -99,6 +101,7 @@ class ContinuousBatchingGenerator:
         drafting: str = EngineConfig.drafting,
         kernels: str = EngineConfig.kernels,
         max_step_seconds: float | None = EngineConfig.max_step_seconds,
+        dtype: str | torch.dtype | None = "auto",
         weights: str | None = None,
         cache_dtype: str | None = EngineConfig.cache_dtype,
     ) -> None:
@@ -116,10 +119,11 @@ class ContinuousBatchingGenerator:
             cache_dtype=cache_dtype,
         )
         if isinstance(model, str):
-            loaded = load_model(model, weights=weights)
+            loaded = load_model(model, dtype, weights=weights)
             tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
             model = loaded
         self.model, self.tokenizer, self.seed = as_lfm2_cb(model, weights), tokenizer, seed
+        check_same_dtype(self.model.dtype, dtype)
         try:
             self.engine = Engine(self.model, config)
         except (RuntimeError, MemoryError) as error:  # torch's CPU allocator has no class of its own
@@ -129,7 +133,8 @@ class ContinuousBatchingGenerator:
         self._loop = EngineLoop(self.engine)
         self._request_ids = itertools.count()
         self._num_submitted = itertools.count()
-        logger.info(f"lfm2_cb: {self.model.dtype} on {self.model.device}, cache {self.engine.plan}")
+        advice = f"; {default_dtype()} is faster here" if self.model.dtype == torch.float32 != default_dtype() else ""
+        logger.info(f"lfm2_cb: {self.model.dtype} on {self.model.device}{advice}, cache {self.engine.plan}")
         by_torch = self.model.device.type == "cpu" and self.engine.runner.native is None  # ours are no slower in bf16
         if by_torch and self.model.dtype != torch.float32 and default_dtype() == torch.float32:
             logger.warning_once(

@@ -35,6 +35,11 @@ from .ops.linear.dense import has_bf16_units
 #: what a checkpoint's config.json may call itself
 MODEL_TYPES = ("lfm2", Lfm2CbConfig.model_type)
 
+#: names that `dtype=` may have, besides "auto"
+DTYPES = ("float32", "bfloat16", "float16")
+
+_SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
 _adopted: weakref.WeakKeyDictionary[PreTrainedModel, Lfm2CbForCausalLM] = weakref.WeakKeyDictionary()
 
 
@@ -43,25 +48,44 @@ class UnsafeCheckpointError(ValueError):
 
 
 def default_dtype() -> torch.dtype:
-    """bfloat16 where the hardware multiplies it (CUDA, AMX or AVX512-BF16), else float32."""
+    """Advice: the dtype that is quickest here: bfloat16 where it is multiplied (CUDA, AMX, AVX512-BF16), else float32.
+
+    Nothing is loaded in it unless `dtype=` says so.
+    """
     if torch.cuda.is_available() or has_bf16_units():
         return torch.bfloat16
     return torch.float32
 
 
+def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """A dtype, or its name; None for "auto" (or None): as it is. Raises: ValueError: anything else."""
+    if dtype is None or dtype == "auto":
+        return None
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be 'auto', {', '.join(map(repr, DTYPES))} or a torch dtype, got {dtype!r}")
+    return getattr(torch, str(dtype))
+
+
 def load_model(
-    path: str, dtype: torch.dtype | None = None, allow_pickle: bool = False, weights: str | None = None
+    path: str,
+    dtype: str | torch.dtype | None = "auto",
+    allow_pickle: bool = False,
+    weights: str | None = None,
 ) -> Lfm2CbForCausalLM:
     """Load a checkpoint folder or hub id in our class; code that comes with it is never run.
 
     Args:
-        dtype: `default_dtype()` where None.
+        dtype: "auto" (or None): the checkpoint's own, as `from_pretrained` does. Else a torch dtype, or "float32",
+            "bfloat16", "float16", to convert to.
         allow_pickle: also read `pytorch_model.bin` (by torch's restricted unpickler).
         weights: "int8" or "int4" quantises while loading, matrix by matrix; None: as the checkpoint is.
     Raises:
         TypeError: not an LFM2, quantised by others, or GGUF. UnsafeCheckpointError: pickles only. OSError: not there.
-        ValueError: other `weights` than the checkpoint has.
+        ValueError: `dtype`; other `weights` than the checkpoint has.
     """
+    wanted = parse_dtype(dtype)
     if _is_gguf(Path(path)):
         raise TypeError(
             f"{path} is GGUF, which lfm2_cb does not read: Lfm2ForCausalLM.from_pretrained(folder, gguf_file=name) "
@@ -77,12 +101,12 @@ def load_model(
             f"{path} holds pickled weights (*.bin), which can run code when read. If you trust them, convert once: "
             "Lfm2ForCausalLM.from_pretrained(path).save_pretrained(new_path); or allow pickles (--allow-pickle)"
         )
-    dtype, use_safetensors = dtype or default_dtype(), None if allow_pickle else True
+    use_safetensors = None if allow_pickle else True
     files = _safetensors_of(Path(path)) if quantization is not None else []
     if files:
-        return _load_without_mapping(path, files, dtype, quantization)
+        return _load_without_mapping(path, files, wanted, quantization)
     return Lfm2CbForCausalLM.from_pretrained(
-        path, dtype=dtype, use_safetensors=use_safetensors, quantization_config=quantization
+        path, dtype=wanted or "auto", use_safetensors=use_safetensors, quantization_config=quantization
     )
 
 
@@ -97,7 +121,7 @@ def _safetensors_of(folder: Path) -> list[Path]:
 
 
 def _load_without_mapping(
-    path: str, files: list[Path], dtype: torch.dtype, quantization: Lfm2CbQuantizationConfig | None
+    path: str, files: list[Path], dtype: torch.dtype | None, quantization: Lfm2CbQuantizationConfig | None
 ) -> Lfm2CbForCausalLM:
     """As `from_pretrained`, which maps whole files and so has all that was read so far in memory until the end."""
     opened = [safe_open(file, framework="pt", backend="pread") for file in files]
@@ -105,11 +129,27 @@ def _load_without_mapping(
     slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
     config = Lfm2CbConfig.from_pretrained(path)
     model = Lfm2CbForCausalLM.from_pretrained(
-        None, config=config, state_dict=slices, dtype=dtype, quantization_config=quantization
+        None,
+        config=config,
+        state_dict=slices,
+        dtype=dtype or config.dtype or _stored_dtype(slices),
+        quantization_config=quantization,
     )
     if Path(path, GENERATION_CONFIG_NAME).is_file():
         model.generation_config = GenerationConfig.from_pretrained(path)
     return model
+
+
+def _stored_dtype(slices: dict[str, Any]) -> torch.dtype:
+    """The first of a floating kind, as `from_pretrained` takes it where config.json names none."""
+    stored = (_SAFETENSORS_DTYPES.get(tensor.get_dtype()) for tensor in slices.values())
+    return next((dtype for dtype in stored if dtype is not None), torch.float32)
+
+
+def check_same_dtype(has: torch.dtype, asked: str | torch.dtype | None) -> None:
+    """Raises: ValueError: `dtype=` goes with a path; a live model is used as it is."""
+    if parse_dtype(asked) not in (None, has):
+        raise ValueError(f"dtype={asked!r}, but the model is in {has}: convert it before (model.to), or give its path")
 
 
 def _quantization(found: dict[str, Any] | None, weights: str | None) -> Lfm2CbQuantizationConfig | None:

@@ -14,7 +14,6 @@ import lfm2_cb
 from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.engine.config import parse_bytes
 from lfm2_cb.engine.loop import ClosedError
-from lfm2_cb.loading import default_dtype
 from lfm2_cb.model.hybrid_cache import CacheTooSmall
 from lfm2_cb.ops.native.library import NativeUnavailable
 from lfm2_cb.requests.options import UnsupportedOptionError
@@ -322,7 +321,7 @@ def test_what_is_no_lfm2_is_refused():
 
 def test_a_path_loads_model_and_tokenizer():
     with ContinuousBatchingGenerator(lfm2_cb.demo_model_path(), cache_memory="64MiB") as generator:
-        assert generator.model.dtype == default_dtype()
+        assert generator.model.dtype == torch.bfloat16  # the checkpoint's
         assert generator.generate(["It was"], **GREEDY)[0].text
 
 

@@ -1,5 +1,6 @@
 """Checkpoints: LFM2 only, safetensors only, nobody's code."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -7,9 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from helpers import demo_prompts, stock_greedy
 
 import lfm2_cb
 from lfm2_cb.loading import UnsafeCheckpointError, load_model, load_tokenizer
+
+TOKENIZER = transformers.AutoTokenizer.from_pretrained(lfm2_cb.demo_model_path())
+PROMPTS = [TOKENIZER(text)["input_ids"] for text in demo_prompts(8)]
 
 
 @pytest.fixture
@@ -58,3 +63,62 @@ def test_code_beside_a_checkpoint_is_not_run(checkpoint):
 def test_nothing_there_is_an_os_error(tmp_path):
     with pytest.raises(OSError):
         load_model(str(tmp_path / "nothing"))
+
+
+# dtype: as from_pretrained loads
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def saved(request, demo_stock, tmp_path):
+    """A checkpoint in either dtype, and its dtype."""
+    copy.deepcopy(demo_stock).to(request.param).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(lfm2_cb.demo_model_path(), name), tmp_path / "model")
+    return str(tmp_path / "model"), request.param
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
+def test_a_path_loads_as_from_pretrained_does(saved, tmp_path, monkeypatch, default):
+    path, dtype = saved
+    monkeypatch.setattr("lfm2_cb.loading.has_bf16_units", lambda: default == torch.bfloat16)  # whatever is quick here
+    stock = transformers.Lfm2ForCausalLM.from_pretrained(path).eval()
+    assert stock.dtype == dtype
+    expected = [stock_greedy(stock, stock_ids, 6) for stock_ids in PROMPTS]
+    with lfm2_cb.ContinuousBatchingGenerator(path, cache_memory="16MiB") as ours:
+        assert ours.model.dtype == dtype
+        found = [o.token_ids for o in ours.generate(PROMPTS, do_sample=False, max_new_tokens=6, eos_token_id=None)]
+    ours.model.save_pretrained(tmp_path / "again")
+    again = transformers.Lfm2ForCausalLM.from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in stock.state_dict().items())
+    if dtype == torch.float32:
+        assert found == expected
+    else:  # in bf16 stock's own batches round differently: where the likeliest token is likely, it is the same
+        assert sum(a[0] == b[0] for a, b in zip(found, expected, strict=True)) >= len(PROMPTS) - 1
+
+
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("named", [True, False], ids=["in-config", "in-weights"])
+def test_auto_is_the_dtype_of_config_or_weights(saved, weights, named):
+    path, dtype = saved
+    if not named:
+        config = json.loads(Path(path, "config.json").read_text())
+        Path(path, "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "dtype"}))
+    assert load_model(path, weights=weights).dtype == load_model(path, None, weights=weights).dtype == dtype
+    other = torch.bfloat16 if dtype == torch.float32 else torch.float32
+    for asked in (other, str(other).removeprefix("torch.")):
+        assert load_model(path, asked, weights=weights).dtype == other
+        with lfm2_cb.ContinuousBatchingGenerator(path, dtype=asked, weights=weights, cache_memory="4MiB") as ours:
+            assert ours.model.dtype == other
+
+
+def test_another_dtype_than_a_live_models_is_refused(demo_stock):
+    for same in ("auto", None, "float32", torch.float32):
+        lfm2_cb.ContinuousBatchingGenerator(demo_stock, dtype=same, cache_memory="4MiB").close()
+    with pytest.raises(ValueError, match=r"dtype='bfloat16', but the model is in torch\.float32"):
+        lfm2_cb.ContinuousBatchingGenerator(demo_stock, dtype="bfloat16", cache_memory="4MiB")
+
+
+@pytest.mark.parametrize("wrong", ["fp32", "int8", torch.int8, 16, "float32 "])
+def test_a_dtype_that_is_none_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"dtype must be 'auto', 'float32'.*got"):
+        load_model(lfm2_cb.demo_model_path(), wrong)

@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoTokenizer
 
-from lfm2_cb import ContinuousBatchingGenerator, default_dtype
-from lfm2_cb.model.modeling import Lfm2CbForCausalLM
+from lfm2_cb.generator import ContinuousBatchingGenerator
+from lfm2_cb.loading import load_model, load_tokenizer
 from lfm2_cb.requests.fallback import refuse
 from lfm2_cb.requests.outputs import RequestOutput
 from lfm2_cb.requests.prompts import tokenize
@@ -38,7 +37,8 @@ class Lfm2CbPredictor:
         generation_kwargs: as of `ContinuousBatchingGenerator.generate()`, one sequence a row. With a `seed`, sampled
             answers depend on it and on the batch the row is in; without, each batch draws its own.
         generator_kwargs: options of `ContinuousBatchingGenerator`.
-        device, dtype: None: CUDA where Ray gave the actor a GPU, and what the hardware multiplies best.
+        device: None: CUDA where Ray gave the actor a GPU.
+        dtype: as of `load_model`: "auto" (or None), the checkpoint's own; or a torch dtype or its name.
     Raises: UnsupportedOptionError, TypeError, ValueError: an option that cannot be honoured, when the actor starts.
     """
 
@@ -50,16 +50,14 @@ class Lfm2CbPredictor:
         generation_kwargs: Mapping[str, Any] | None = None,
         generator_kwargs: Mapping[str, Any] | None = None,
         device: str | None = None,
-        dtype: str | torch.dtype | None = None,
+        dtype: str | torch.dtype | None = "auto",
     ) -> None:
         self.prompt_column, self.output_column = prompt_column, output_column
         self.generation_kwargs = dict(generation_kwargs or {})
         self.seed = self.generation_kwargs.pop("seed", None)
-        network = Lfm2CbForCausalLM.from_pretrained(model, dtype=dtype or default_dtype())
+        network = load_model(model, dtype)
         network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.generator = ContinuousBatchingGenerator(
-            network, AutoTokenizer.from_pretrained(model), **(generator_kwargs or {})
-        )
+        self.generator = ContinuousBatchingGenerator(network, load_tokenizer(model), **(generator_kwargs or {}))
         options = self.generator.resolve(None, self.generation_kwargs)
         refuse(options, "Lfm2CbPredictor")
         if options.num_return_sequences != 1:

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..engine.loop import BrokenError
 from ..generator import ContinuousBatchingGenerator
-from ..loading import default_dtype, describe_files, load_model, load_tokenizer
+from ..loading import DTYPES, describe_files, load_model, load_tokenizer
 from ..model.hybrid_cache import CACHE_DTYPES
 from ..model.quantization import WEIGHTS
 from ..ops.native.library import KERNELS, NativeUnavailable
@@ -114,7 +114,7 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", help="folder or id of an LFM2 checkpoint")
-    add("--dtype", choices=["float32", "bfloat16", "float16"], help="default: what this hardware multiplies best")
+    add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: the checkpoint's own (default)")
     add("--weights", choices=list(WEIGHTS), help="store and stream them in so few bits; default: as the checkpoint is")
     add("--kernels", default="auto", choices=list(KERNELS), help="auto: native on a CPU with a C++ compiler")
     cache_dtypes = [name for name in CACHE_DTYPES if name]
@@ -149,7 +149,7 @@ def _generate(args: argparse.Namespace) -> int:
     named = ("model", "weights", "cache_dtype", "input", "column", "keep", "ordered")
     record = {
         **{name: getattr(args, name) for name in named},
-        **{"dtype": str(_dtype(args)), "model_files": describe_files(args.model), "input_identity": source.identity},
+        **{"dtype": args.dtype, "model_files": describe_files(args.model), "input_identity": source.identity},
         **{"options": options, "generation_config": None if config is None else config.to_dict()},
     }
     if args.quiet:
@@ -217,12 +217,8 @@ def _generation_config(path: str) -> GenerationConfig:
     return GenerationConfig.from_dict(data)
 
 
-def _dtype(args: argparse.Namespace) -> torch.dtype:
-    return default_dtype() if args.dtype is None else getattr(torch, args.dtype)
-
-
 def _make_generator(args: argparse.Namespace) -> ContinuousBatchingGenerator:
-    model = load_model(args.model, _dtype(args), args.allow_pickle, args.weights)
+    model = load_model(args.model, args.dtype, args.allow_pickle, args.weights)
     tokenizer = load_tokenizer(args.model, args.trust_remote_code)
     try:
         model.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
