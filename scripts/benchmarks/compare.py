@@ -119,7 +119,13 @@ class Run:
         self.model = model
         work = machine.ModelWork.of(model)
         self.generator = self.make_generator(args.max_batch_tokens)
-        self.work = replace(work, weight_bytes=machine.bytes_a_step(self.generator.model))
+        plan = self.generator.engine.plan
+        self.work = replace(
+            work,
+            weight_bytes=machine.bytes_a_step(self.generator.model),
+            block_bytes=plan.bytes_per_block - (plan.bytes_per_state if plan.checkpoints else 0),
+            weights=args.weights,
+        )
 
     def limited(self, workload: Workload) -> Workload:
         return cut(workload, *self.args.limit) if self.args.limit else workload

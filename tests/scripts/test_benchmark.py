@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import sys
@@ -15,7 +16,7 @@ import lfm2_cb
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts" / "benchmarks"))
 
 import compare
-from harness import fresh, load, machine, peers, plots, readings, report
+from harness import fresh, load, machine, peers, plots, readings, report, roofline
 from harness.workloads import cut, equal_requests, make_workloads
 
 from lfm2_cb.ops.native import library as native
@@ -141,6 +142,34 @@ def test_the_fractions_are_of_this_rounds_machine(tiny):
         "fp32_matrix_rate": pytest.approx(rate),
     }
     assert machine.reached("ragged64", work, workload, ours, MACHINE) == {}
+
+
+def test_the_roofline_is_the_larger_of_bytes_and_arithmetic_step_by_step(tiny):
+    work = dataclasses.replace(machine.ModelWork.of(tiny), block_bytes=1000)
+    rates = {"probe_read_gb_per_s": 2.0, "probe_tflop_per_s": 0.5, "probe_int8_top_per_s": 1.0}
+    decode, prefill = roofline.Step(1, 1, 50, 2), roofline.Step(10**6, 0, 7, 2)
+    ours = readings.reading([([1], 1)], 4.0, [[1.0]])
+    best = (work.weight_bytes + 2000) / 2e9 + (10**6 * work.token_flops + 7 * work.attention_flops) / 5e11
+    found = machine.reached("ragged64", work, [], ours, MACHINE | rates, [decode, prefill])
+    assert found == {"roofline": pytest.approx(best / 4.0)}
+    int8 = dataclasses.replace(work, weights="int8")
+    faster = machine.reached("ragged64", int8, [], ours, MACHINE | rates, [decode, prefill])["roofline"]
+    assert 0.5 < faster / found["roofline"] < 0.6
+
+
+def test_the_steps_of_a_run_are_noted(demo_stock):
+    with lfm2_cb.ContinuousBatchingGenerator(demo_stock, cache_memory="16MiB", max_batch_tokens=64) as generator:
+        with roofline.steps_of(generator.engine) as steps:
+            generator.generate([[5] * 100, [6] * 20], max_new_tokens=3, do_sample=False, eos_token_id=None)
+        generator.generate([[7]], max_new_tokens=1)
+    assert sum(step.tokens for step in steps) == 120 + 2 * 2 and sum(step.heads for step in steps) == 6
+    assert sum(step.pairs for step in steps) == 102 * 103 // 2 + 22 * 23 // 2
+    assert steps[0].blocks in (1, 2) and steps[-1].blocks == 1 + 2
+
+
+def test_the_processor_is_probed():
+    found = roofline.rates(1e-2)
+    assert found["probe_read_gb_per_s"] > 0.1 and found["probe_tflop_per_s"] > 1e-3
 
 
 def test_the_machine_is_measured():

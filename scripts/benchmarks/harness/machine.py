@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 from transformers import Lfm2ForCausalLM, PreTrainedModel
 
 from .readings import Reading
+from .roofline import Step, rates, roofline_seconds
 from .workloads import Workload
 
 #: workload → what bounds it: reading the weights once a step, or the arithmetic of its prompts
@@ -66,7 +67,7 @@ def matrix_rate(dtype: torch.dtype, budget: float) -> float:
 
 
 def measure(budget: float = 0.4) -> dict[str, float]:
-    """Read bandwidth (GB/s) and matrix rates (TFLOP/s) of this moment.
+    """Read bandwidth (GB/s) and matrix rates (TFLOP/s) of this moment, torch's and (`roofline.rates`) the processor's.
 
     Args: budget: seconds for each, roughly.
     """
@@ -74,6 +75,7 @@ def measure(budget: float = 0.4) -> dict[str, float]:
         "read_gb_per_s": read_rate(budget),
         "bf16_tflop_per_s": matrix_rate(torch.bfloat16, budget),
         "fp32_tflop_per_s": matrix_rate(torch.float32, budget),
+        **rates(budget / 2),
     }
 
 
@@ -109,12 +111,15 @@ class ModelWork:
         weight_bytes: read by every step, whatever its rows: all weights once (not an embedding that is no head).
         token_flops: of one token through the layers' matrices. head_flops: of one row through the head.
         attention_flops: of one attended pair (query, key), all layers and heads.
+        block_bytes: of one cache block's keys and values, all layers. weights: "int8" or "int4", where of so few bits.
     """
 
     weight_bytes: int
     token_flops: int
     head_flops: int
     attention_flops: int
+    block_bytes: int = 0
+    weights: str | None = None
 
     @classmethod
     def of(cls, model: Lfm2ForCausalLM) -> ModelWork:
@@ -136,17 +141,27 @@ class ModelWork:
         return self.token_flops * sum(lengths) + self.attention_flops * pairs + self.head_flops * len(lengths)
 
 
-def reached(name: str, work: ModelWork, workload: Workload, ours: Reading, machine: dict[str, float]) -> dict:
+def reached(
+    name: str,
+    work: ModelWork,
+    workload: Workload,
+    ours: Reading,
+    machine: dict[str, float],
+    steps: Sequence[Step] = (),
+) -> dict[str, float]:
     """Fractions of the machine's best that a reading reached.
 
     Returns: "read_bandwidth" where decoding is bound by reading the weights: the time to read them once over the
     median gap between two tokens (K/V comes on top, and is not counted). "bf16_matrix_rate" and "fp32_matrix_rate"
-    where prefill dominates: the prompts' arithmetic over the time to the last first token.
+    where prefill dominates: the prompts' arithmetic over the time to the last first token. "roofline", of any
+    workload, where its steps are given: their best time (`roofline_seconds`) over the time they took.
     """
-    bound = BOUND_BY.get(name)
+    bound, found = BOUND_BY.get(name), {}
     if bound == "decode" and ours.itl_p50:
-        return {"read_bandwidth": work.weight_bytes / (machine["read_gb_per_s"] * 1e9) / ours.itl_p50}
+        found = {"read_bandwidth": work.weight_bytes / (machine["read_gb_per_s"] * 1e9) / ours.itl_p50}
     if bound == "prefill":
         rate = work.prompt_flops(workload) / ours.ttft_last / 1e12
-        return {f"{dtype}_matrix_rate": rate / machine[f"{dtype}_tflop_per_s"] for dtype in ("bf16", "fp32")}
-    return {}
+        found = {f"{dtype}_matrix_rate": rate / machine[f"{dtype}_tflop_per_s"] for dtype in ("bf16", "fp32")}
+    flops = work.token_flops, work.head_flops, work.attention_flops
+    best = roofline_seconds(steps, machine, work.weight_bytes, work.block_bytes, *flops, weights=work.weights)
+    return found | ({"roofline": best / ours.seconds} if best else {})

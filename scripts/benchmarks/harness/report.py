@@ -12,6 +12,15 @@ from typing import Any
 from .workloads import STOCK_RUNS
 
 Row = list[str]
+#: what is measured of a machine, and how it is called
+UNITS = {
+    "read_gb_per_s": "GB/s read (torch)",
+    "bf16_tflop_per_s": "bf16 TFLOP/s (torch)",
+    "fp32_tflop_per_s": "fp32 TFLOP/s (torch)",
+    "probe_read_gb_per_s": "GB/s read (probe)",
+    "probe_tflop_per_s": "TFLOP/s (probe)",
+    "probe_int8_top_per_s": "int8 TOP/s (probe)",
+}
 
 
 class Report:
@@ -115,12 +124,11 @@ def _machine(data: dict[str, Any]) -> str:
     rounds = [entry["machine"] for w in data.get("workloads", {}).values() for entry in w["rounds"]]
     measured = [machine["measured"], *rounds] if "measured" in machine else rounds
     text = f"{options.get('model')}, {options.get('dtype')}, on {machine['cpu']}, {machine['threads']} threads"
-    for name, unit in (("read_gb_per_s", "GB/s read"), ("bf16_tflop_per_s", "bf16"), ("fp32_tflop_per_s", "fp32")):
-        found = [entry[name] for entry in measured]
+    for name, unit in UNITS.items():
+        found = [entry[name] for entry in measured if name in entry]
         if found:
-            digits = 1 if name == "read_gb_per_s" else 3
+            digits = 1 if "GB/s" in unit else 3
             text += f"; {min(found):.{digits}f} to {max(found):.{digits}f} {unit}"
-            text += "" if name == "read_gb_per_s" else " TFLOP/s"
     if not machine["bf16_hardware"]:
         text += "; no bf16 arithmetic in hardware, torch.matmul emulates it"
     return text + "."

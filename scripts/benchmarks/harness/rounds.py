@@ -15,6 +15,7 @@ from . import machine
 from .peers import Peer
 from .readings import Reading, run_ours, run_stock
 from .report import Report
+from .roofline import steps_of
 from .workloads import STOCK_RUNS, Workload
 
 
@@ -56,8 +57,9 @@ class Bench:
         for i in range(self.repeats):
             entry: dict[str, Any] = {"machine": machine.measure()}
             rounds.append(entry)
-            ours = self._note(entry, "ours", name, lambda: run_ours(self.generator, workload))
-            entry["reached"] = machine.reached(name, self.work, workload, ours, entry["machine"])
+            with steps_of(self.generator.engine) as steps:
+                ours = self._note(entry, "ours", name, lambda: run_ours(self.generator, workload))
+            entry["reached"] = machine.reached(name, self.work, workload, ours, entry["machine"], steps)
             if self.stock is not None and i < self.stock_repeats and stock_here:
                 self._stock(entry, rounds, stock_name, workloads[stock_name])
             if self.stock is not None and name == "five" and i < self.uncached_repeats:
