@@ -104,7 +104,7 @@ def test_errors_are_kept_and_can_be_run_again(folder, capsys):
         (["--output", "o.jsonl", "--generation-config", "in.jsonl"], "not JSON"),
         (["--output", "o.jsonl", "--cache-memory", "lots"], "cache_memory must be bytes"),
         (["--output", "o.jsonl", "--cache-memory", "10KB"], "too small"),
-        (["--output", "o.jsonl", "--policy", "luck"], "unknown scheduling policy 'luck'"),
+        (["--output", "o.jsonl", "--policy", "luck"], "argument --policy: invalid choice: 'luck'"),
         (["--output", "o.jsonl", "--max-sequences", "-1"], "max_sequences must be"),
         (["--output", "o.jsonl", "--max-step-seconds", "0"], "max_step_seconds must be"),
         (["--output", "o.jsonl", "--device", "abacus"], "--device abacus"),

@@ -1,0 +1,131 @@
+"""Flags that the commands share: of the model, of the engine (made from `EngineConfig`), of generation."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from ..engine.config import EngineConfig
+from ..loading import DTYPES, load_model, load_tokenizer
+from ..model.modeling import Lfm2CbForCausalLM
+from ..model.quantization import WEIGHTS
+
+#: generation options with a flag of their own, and their types; `--set` has the others
+GENERATION_FLAGS: dict[str, type] = {
+    "max_new_tokens": int,
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "num_return_sequences": int,
+}
+
+
+class UsageError(ValueError):
+    """Flags that are not understood or do not go together, or a file of options that cannot be read."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as everything else does. Raises: UsageError."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} ({self.prog} --help lists what there is)")
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """The model, and how it is loaded: `load_from(args)` does it."""
+    add = parser.add_argument
+    add("model", help="folder or id of an LFM2 checkpoint")
+    group = parser.add_argument_group("model")
+    add = group.add_argument
+    add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: the checkpoint's own (default: auto)")
+    add("--device", help='"cpu", "cuda", ... (default: CUDA where there is one)')
+    add("--weights", choices=list(WEIGHTS), help="store and stream them in so few bits (default: as they are)")
+    add("--allow-pickle", action="store_true", help="also load *.bin weights, which can hold code")
+    add("--trust-remote-code", action="store_true", help="run the code of a checkpoint's own tokenizer")
+
+
+def load_from(args: argparse.Namespace) -> tuple[Lfm2CbForCausalLM, PreTrainedTokenizerBase]:
+    """Model, on its device, and tokenizer. Raises: UsageError; what `load_model` and `load_tokenizer` raise."""
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch built without it, or none is there
+        raise UsageError(f"--device {device}: {str(error).splitlines()[0]}") from error
+    model = load_model(args.model, args.dtype, args.allow_pickle, args.weights)
+    return model.to(device).eval(), load_tokenizer(args.model, args.trust_remote_code)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """One flag for each option of the engine, with its default."""
+    group = parser.add_argument_group("engine")
+    for option in dataclasses.fields(EngineConfig):
+        kind, choices = option.metadata["type"], option.metadata["choices"]
+        text = option.metadata["help"]
+        if option.default is not None:
+            text += f" (default: {option.default})"
+        flag: dict[str, Any] = {"default": option.default, "help": text.replace("%", "%%")}
+        if kind is bool:
+            flag["action"] = argparse.BooleanOptionalAction
+        else:
+            flag |= {"type": kind, "choices": choices or None}
+        group.add_argument(f"--{option.name.replace('_', '-')}", **flag)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What `add_engine_flags` has parsed, by the names of `EngineConfig`. Raises: ValueError: a value out of range."""
+    options = {option.name: getattr(args, option.name) for option in dataclasses.fields(EngineConfig)}
+    EngineConfig(**options)
+    return options
+
+
+def add_generation_flags(parser: argparse.ArgumentParser) -> None:
+    """Options of `generate()`, as flags or in a file."""
+    add = parser.add_argument_group("generation").add_argument
+    add("--generation-config", metavar="FILE", help="a generation_config.json; flags go before it")
+    add("--do-sample", action=argparse.BooleanOptionalAction, default=None)
+    add("--seed", type=int, default=0, help="of sampling, with each row's number (default: %(default)s)")
+    add("--stop", nargs="+", metavar="TEXT", help="strings that end an answer")
+    for name, kind in GENERATION_FLAGS.items():
+        add(f"--{name.replace('_', '-')}", type=kind)
+    add("--set", nargs="+", default=[], metavar="NAME=JSON", help="any other generation option")
+
+
+def generation_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Generation options out of the flags. Raises: UsageError."""
+    options: dict[str, Any] = {"seed": args.seed}
+    options |= {name: getattr(args, name) for name in GENERATION_FLAGS if getattr(args, name) is not None}
+    if args.do_sample is not None:
+        options["do_sample"] = args.do_sample
+    if args.stop:
+        options["stop_strings"] = args.stop
+    for assignment in args.set:
+        name, equals, value = assignment.partition("=")
+        if not equals or name in options:
+            raise UsageError(f"--set {assignment}: it takes NAME=JSON, and no name twice")
+        try:
+            options[name] = json.loads(value)
+        except ValueError as error:
+            raise UsageError(f"--set {assignment}: {value!r} is not JSON: {error}") from error
+    return options
+
+
+def generation_config(args: argparse.Namespace) -> GenerationConfig | None:
+    """The file of `--generation-config`, if one is given. Raises: UsageError; OSError."""
+    path = args.generation_config
+    if path is None:
+        return None
+    try:
+        data = json.loads(Path(path).read_text("utf-8"))
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{path} holds no object")
+    return GenerationConfig.from_dict(data)
