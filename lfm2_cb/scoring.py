@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from .engine.runner import LENGTH_DEPENDENT_ROPE
 from .loading import as_lfm2_cb
 from .model.configuration import rope_type
-from .model.modeling import Lfm2CbAttention, Lfm2CbShortConv
+from .model.sequence_state import AttentionLayer, ConvLayer
 from .ops.attention.reference import causal_attention
+from .ops.kernel_set import KernelSet
 from .ops.short_conv import ragged_short_conv
 from .requests.prompts import PromptError
 
@@ -49,11 +50,15 @@ class Scorer:
     Args:
         model: one of our models, or a stock LFM2 (adopted).
         max_batch_tokens: tokens a forward; a longer sequence is a forward of its own.
-    Raises: TypeError: not an LFM2. ValueError: a RoPE variant whose frequencies depend on the batch.
+        kernels: "auto", "native" or "torch", as of the generator.
+    Raises:
+        TypeError: not an LFM2. ValueError: a RoPE variant whose frequencies depend on the batch; other `kernels`.
+        NativeUnavailable: kernels="native" cannot be had.
     """
 
-    def __init__(self, model: PreTrainedModel, max_batch_tokens: int = 4096) -> None:
+    def __init__(self, model: PreTrainedModel, max_batch_tokens: int = 4096, kernels: str = "auto") -> None:
         self.model, self.max_batch_tokens = as_lfm2_cb(model), max_batch_tokens
+        self.kernels = KernelSet.resolve(kernels, self.model.device, self.model.dtype)
         if rope_type(self.model.config) in LENGTH_DEPENDENT_ROPE:
             raise ValueError(f"rope_type={rope_type(self.model.config)!r} depends on the longest sequence of a batch")
 
@@ -111,14 +116,16 @@ class Scorer:
     ) -> tuple[np.ndarray, np.ndarray]:
         """For each target token, looked up in `rows[place]`: its log-probability, and whether it is the likeliest."""
         device = self.model.device
-        state = tree.state(self.model.config.conv_L_cache, device)
+        state = tree.state(self.model.config.conv_L_cache, device, self.kernels)
         hidden = self.model.model(
             input_ids=state.input_ids, position_ids=state.position_ids, state=state, use_cache=False
         ).last_hidden_state[torch.from_numpy(rows).to(device)]
         logprobs, is_best = np.empty(len(targets)), np.empty(len(targets), dtype=bool)
         for start in range(0, len(rows), LOGITS_ROWS):
             chosen = np.flatnonzero((places >= start) & (places < start + LOGITS_ROWS))
-            scores = self.model.lm_head(hidden[start : start + LOGITS_ROWS]).float().log_softmax(-1)
+            scores = (
+                self.kernels.linear(self.model.lm_head, hidden[start : start + LOGITS_ROWS]).float().log_softmax(-1)
+            )
             place = torch.from_numpy(places[chosen] - start).to(device)
             target = torch.from_numpy(targets[chosen]).to(device)
             logprobs[chosen] = scores[place, target].cpu().numpy()
@@ -158,16 +165,15 @@ class PrefixTree:
         self.members.append(index)
         self._last = sequence
 
-    def state(self, kernel_size: int, device: torch.device) -> TreeState:
-        return TreeState(self, kernel_size, device)
+    def state(self, kernel_size: int, device: torch.device, kernels: KernelSet) -> TreeState:
+        return TreeState(self, kernel_size, device, kernels)
 
 
 class TreeState:
     """A prefix tree as the `SequenceState` that the layers ask. Every token sees its ancestors, and only those."""
 
-    native = None  # no kernel knows trees
-
-    def __init__(self, tree: PrefixTree, kernel_size: int, device: torch.device) -> None:
+    def __init__(self, tree: PrefixTree, kernel_size: int, device: torch.device, kernels: KernelSet) -> None:
+        self.kernels = kernels  # attention and convolution over trees are torch's: no kernel knows them
         self.input_ids = torch.tensor(tree.token_ids, device=device)
         self.position_ids = torch.tensor(tree.positions, device=device)
         grown = [(path, segment) for path, segment in zip(tree.paths, tree.segments, strict=True) if np.ptp(segment)]
@@ -182,14 +188,14 @@ class TreeState:
         self._taps = torch.from_numpy(taps).to(device)
 
     def attend(
-        self, layer: Lfm2CbAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         mixed = torch.empty_like(q)
         for start, end, path in self._segments:
             mixed[start:end] = causal_attention(q[start:end], k[path], v[path], layer.scaling)
         return mixed.flatten(-2), None
 
-    def convolve(self, layer: Lfm2CbShortConv, bcx: torch.Tensor) -> torch.Tensor:
+    def convolve(self, layer: ConvLayer, bcx: torch.Tensor) -> torch.Tensor:
         b, c, x = bcx.chunk(3, dim=-1)
         extended = torch.cat((x.new_zeros(1, x.shape[-1]), b * x))
         return c * ragged_short_conv(extended, self._taps, layer.conv.weight.squeeze(1), layer.conv.bias)

@@ -258,4 +258,4 @@ def test_a_circle_is_found():
 def test_the_graph_sees_the_package():
     graph = runtime_graph()
     assert "lfm2_cb.hf.registration" in graph["lfm2_cb"] and "lfm2_cb.engine.engine" in graph["lfm2_cb.engine.loop"]
-    assert "lfm2_cb.model.modeling" not in graph["lfm2_cb.model.padded_state"]  # for annotations only
+    assert "lfm2_cb.model.sequence_state" in graph["lfm2_cb.model.padded_state"]

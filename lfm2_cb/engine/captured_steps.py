@@ -13,10 +13,8 @@ from ..model.decode_batch import DecodeBatch
 from ..model.hybrid_cache import HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
-from ..ops.linear.int8 import native_rows_int8
-from ..ops.linear.quantized import QuantizedEmbedding
+from ..ops.kernel_set import KernelSet
 from ..ops.native.captured_graph import Arena, Tape
-from ..ops.native.library import NativeKernels
 
 logger = logging.get_logger("transformers.lfm2_cb")
 
@@ -40,10 +38,10 @@ class RecordedDecodes:
         self,
         model: Lfm2CbForCausalLM,
         cache: HybridCache,
-        native: NativeKernels,
+        kernels: KernelSet,
         compute: Callable[[RaggedBatch], torch.Tensor],
     ) -> None:
-        self._model, self._cache, self._native, self._compute = model, cache, native, compute
+        self._model, self._cache, self._kernels, self._compute = model, cache, kernels, compute
         self._arena = Arena()
         self._tapes: dict[tuple[int, int], tuple[DecodeBatch, Tape]] = {}
         self._structure: list[object] = []
@@ -77,11 +75,7 @@ class RecordedDecodes:
         return tape.replay()
 
     def _embed(self, batch: DecodeBatch) -> None:
-        embedding, ids, out = self._model.model.embed_tokens, batch.input_ids, batch.inputs_embeds
-        if type(embedding) is QuantizedEmbedding:  # one call instead of ten; a token that was chosen is in range
-            native_rows_int8(embedding.weights, ids, out, kernels=self._native)
-        else:
-            out.copy_(embedding(ids))
+        self._kernels.embed(self._model.model.embed_tokens, batch.input_ids, batch.inputs_embeds)
 
     def _record(self, key: tuple[int, int], rows: Sequence[Row]) -> torch.Tensor:
         longest = max(row.start // self._cache.plan.block_size + 1 for row in rows)
@@ -89,12 +83,13 @@ class RecordedDecodes:
             rows,
             self._cache,
             self._model.config.conv_L_cache,
-            self._native,
+            self._kernels,
             max_blocks=2 * longest,
             inputs_embeds=torch.empty(len(rows), self._model.config.hidden_size, dtype=self._model.dtype),
         )
         self._embed(batch)
-        tape = Tape(self._native, self._arena)
+        assert self._kernels.native is not None
+        tape = Tape(self._kernels.native, self._arena)
         logits = tape.record(lambda: self._compute(batch))
         if tape.unrecorded is None:
             self._tapes[key] = batch, tape

@@ -11,9 +11,8 @@ from ..model.decode_batch import DecodeBatch
 from ..model.hybrid_cache import CachePlan, HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
-from ..ops.linear.dense import PackedLinear
-from ..ops.linear.quantized import linear_kernels
-from ..ops.native.library import resolve_kernels
+from ..ops.kernel_set import KernelSet
+from ..ops.native.library import NativeKernels
 from ..scheduling.cache_manager import Fork
 from ..scheduling.scheduler import ScheduledRow
 from .captured_steps import RecordedDecodes
@@ -44,15 +43,17 @@ class ModelRunner:
         if not layers_of_type(config, "full_attention") and not layers_of_type(config, "conv"):
             raise ValueError("the config has neither attention nor conv layers")
         self.model, self.kernel_size = model, config.conv_L_cache
-        self.native = resolve_kernels(kernels, model.device, model.dtype)
-        for module in model.modules():
-            if isinstance(module, PackedLinear):
-                module.native = self.native is not None
+        self.kernels = KernelSet.resolve(kernels, model.device, model.dtype)
         self.cache = HybridCache(config, plan, model.dtype, model.device)
         self._batch: RaggedBatch | None = None
         self._recorded = None
-        if self.native is not None:
-            self._recorded = RecordedDecodes(model, self.cache, self.native, self._compute)
+        if self.kernels.native is not None:
+            self._recorded = RecordedDecodes(model, self.cache, self.kernels, self._compute)
+
+    @property
+    def native(self) -> NativeKernels | None:
+        """The native kernels that this engine runs by; None: the torch reference."""
+        return self.kernels.native
 
     def run(self, scheduled: Sequence[ScheduledRow]) -> torch.Tensor:
         """Compute the rows; the cache then holds them.
@@ -72,7 +73,7 @@ class ModelRunner:
                 self._batch = None
                 return logits
             self._recorded.expect_changes()
-        self._batch = RaggedBatch(rows, self.cache, self.kernel_size, shared, self.native)
+        self._batch = RaggedBatch(rows, self.cache, self.kernel_size, shared, self.kernels)
         return self._compute(self._batch)
 
     def _compute(self, batch: RaggedBatch) -> torch.Tensor:
@@ -81,13 +82,12 @@ class ModelRunner:
             if isinstance(batch, DecodeBatch)
             else {"input_ids": batch.input_ids}
         )
-        with linear_kernels(self.native):
-            hidden_states = self.model.model(
-                **tokens, position_ids=batch.position_ids, state=batch, use_cache=False
-            ).last_hidden_state
-            if len(batch.logits_index) < len(hidden_states):
-                hidden_states = hidden_states[batch.logits_index]
-            return self.model.lm_head(hidden_states)
+        hidden_states = self.model.model(
+            **tokens, position_ids=batch.position_ids, state=batch, use_cache=False
+        ).last_hidden_state
+        if len(batch.logits_index) < len(hidden_states):
+            hidden_states = hidden_states[batch.logits_index]
+        return self.kernels.linear(self.model.lm_head, hidden_states)
 
     def settle(self, num_accepted: dict[int, int]) -> None:
         """Keep the conv state of the accepted drafts: row index in the last `run` → how many were accepted."""

@@ -8,46 +8,22 @@ Three doors lead from stock weights to ours, and one back:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from transformers import Lfm2ForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
 
-from ..ops.linear.dense import PackedLinear
+from .layers import FusedLinear
 
-if TYPE_CHECKING:
-    from .modeling import Lfm2CbForCausalLM
+Ours = TypeVar("Ours", bound=PreTrainedModel)
 
 #: fused parameter → the stock parameters it stacks along dim 0
 FUSED = {
     "self_attn.qkv_proj.weight": ["self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"],
     "feed_forward.w13.weight": ["feed_forward.w1.weight", "feed_forward.w3.weight"],
 }
-
-
-class FusedLinear(PackedLinear):
-    """Several bias-free linears of one input, stacked: `parts` names each with its output width."""
-
-    def __init__(self, in_features: int, parts: dict[str, int]) -> None:
-        super().__init__(in_features, sum(parts.values()), bias=False)
-        self.parts = parts
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, parts={self.parts}"
-
-
-def fuse_stock_names(owner: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Stack `...q_proj.weight` and its fellows into `...qkv_proj.weight` before a state dict is loaded.
-
-    A load-state-dict pre-hook of the module that *owns* the `FusedLinear`: a child never sees its siblings' keys.
-    """
-    for child_name, child in owner.named_children():
-        if isinstance(child, FusedLinear):
-            names = [f"{prefix}{part}.weight" for part in child.parts]
-            if all(name in state_dict for name in names):
-                state_dict[f"{prefix}{child_name}.weight"] = torch.cat([state_dict.pop(name) for name in names])
 
 
 class StackParts(Concatenate):
@@ -97,7 +73,7 @@ def weight_conversions() -> list[WeightConverter]:
     return [WeightConverter(parts, fused, [StackParts()]) for fused, parts in FUSED.items()]
 
 
-def adopt(stock: PreTrainedModel, model_class: type[Lfm2CbForCausalLM]) -> Lfm2CbForCausalLM:
+def adopt(stock: PreTrainedModel, model_class: type[Ours]) -> Ours:
     """One of our models over a live stock model's parameters; no second copy of them stays in memory.
 
     Unfused parameters are shared as they are. Fused ones are stacked layer by layer, and the stock parameters become
@@ -131,7 +107,7 @@ def adopt(stock: PreTrainedModel, model_class: type[Lfm2CbForCausalLM]) -> Lfm2C
     return model
 
 
-def still_adopted(stock: PreTrainedModel, model: Lfm2CbForCausalLM) -> bool:
+def still_adopted(stock: PreTrainedModel, model: PreTrainedModel) -> bool:
     """Whether `stock`'s parameters still live where `model`'s do (`.to()` and friends move them away)."""
     if stock.config.vocab_size != model.config.vocab_size:
         return False  # `resize_token_embeddings` keeps the parameters and changes their shape

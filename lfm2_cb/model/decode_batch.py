@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..ops.attention.packed import PackedSequences
-from ..ops.native.library import NativeKernels
+from ..ops.kernel_set import KernelSet
 from .hybrid_cache import HybridCache
 from .ragged_batch import RaggedBatch, Row
 
@@ -29,16 +29,17 @@ class DecodeBatch(RaggedBatch):
         rows: Sequence[Row],
         cache: HybridCache,
         kernel_size: int,
-        native: NativeKernels,
+        kernels: KernelSet,
         *,
         max_blocks: int,
         inputs_embeds: torch.Tensor,
     ) -> None:
-        super().__init__(rows, cache, kernel_size, native=native)
+        super().__init__(rows, cache, kernel_size, kernels=kernels)
         self.max_blocks, self.inputs_embeds = max_blocks, inputs_embeds
         num_rows = len(rows)
         tables = [torch.zeros(max_blocks, dtype=torch.int64)] * num_rows
-        self._packed = PackedSequences(native, self.cu_seqlens, self.kv_lens, tables)
+        assert kernels.native is not None
+        self._packed = PackedSequences(kernels.native, self.cu_seqlens, self.kv_lens, tables)
         # Each row writes its slot, and maybe a checkpoint: below 0 where it does not.
         every_row = [(i, 1) for i in range(num_rows)]
         self._write_rows, self._write_index = self._windows([-1] * 2 * num_rows, every_row * 2)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from ..ops.attention.kv_blocks import KVBlocks, bytes_per_row, copy_block, make_blocks, write_rows, zeros
-from ..ops.native.library import NativeKernels
+from ..ops.attention.kv_blocks import KVBlocks, bytes_per_row, copy_block, make_blocks, zeros
+from ..ops.kernel_set import REFERENCE, KernelSet
 from .configuration import head_dim, layers_of_type
 
 #: what `cache_dtype=` may be → the dtype of K/V; None: the model's
@@ -119,11 +119,11 @@ class HybridCache:
         slot_mapping: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        native: NativeKernels | None = None,
+        kernels: KernelSet = REFERENCE,
     ) -> None:
-        """Store k, v `[tokens, kv_heads, head_dim]`; arguments as in `ops.kv_blocks.write_rows`."""
-        write_rows(self.keys[layer_idx], slot_mapping, k, native)
-        write_rows(self.values[layer_idx], slot_mapping, v, native)
+        """Store k, v `[tokens, kv_heads, head_dim]`; slot_mapping as in `ops.attention.kv_blocks.write_rows`."""
+        kernels.write_rows(self.keys[layer_idx], slot_mapping, k)
+        kernels.write_rows(self.values[layer_idx], slot_mapping, v)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy a block's K/V. (Its checkpoint is not: a block that is copied is not full, so it has none.)"""

@@ -11,7 +11,7 @@ which this equals to rounding.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,61 +26,19 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ..ops.kernel_set import MODULE_CALLS, KernelSet, is_plain
 from ..ops.linear.dense import PackedLinear
-from ..ops.native.library import NativeKernels
-from ..ops.pointwise import add, add_rms_norm, norm_rotate, rms_norm, rotary, swiglu
+from ..ops.pointwise import RMSNorm
 from .configuration import Lfm2CbConfig, ffn_width, head_dim, layers_of_type, rope_theta, rope_type
-from .conversion import FusedLinear, fuse_stock_names
+from .layers import FusedLinear, fuse_stock_names
 from .padded_state import PaddedState
+from .sequence_state import SequenceState
 
 logger = logging.get_logger("transformers.lfm2_cb")
 
 
-class SequenceState(Protocol):
-    """What a layer asks of the batch it runs on. Shapes: `...` is `[tokens]` or `[batch, length]`."""
-
-    @property
-    def native(self) -> NativeKernels | None:
-        """What pointwise work is to run with; None: torch."""
-
-    def attend(
-        self, layer: Lfm2CbAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Causal attention within each sequence, remembering k and v.
-
-        Args: q `[..., heads, head_dim]`; k, v `[..., kv_heads, head_dim]`, all after norm and RoPE.
-        Returns: `[..., heads * head_dim]`, and the weights where the backend makes them.
-        """
-
-    def convolve(self, layer: Lfm2CbShortConv, bcx: torch.Tensor) -> torch.Tensor:
-        """`C * conv(B * x)`: a causal depthwise convolution within each sequence, remembering its last
-        `conv_L_cache - 1` inputs.
-
-        Args: bcx `[..., 3 * hidden]`, B, C and x side by side. Returns: `[..., hidden]`.
-        """
-
-    def mask_padding(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Zero the rows that are padding, where there are any, so that none reaches the convolution's window."""
-
-
-class Lfm2CbRMSNorm(nn.Module):
-    """Root-mean-square norm in fp32, scaled in the input's dtype (as stock: the order matters in bf16)."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(
-        self, x: torch.Tensor, native: NativeKernels | None = None, residual: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x; with `residual`, `x + residual` and the norm of that."""
-        if residual is not None:
-            return add_rms_norm(x, residual, self.weight, self.eps, native)
-        return rms_norm(x, self.weight, self.eps, native)
-
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.eps}"
+class Lfm2CbRMSNorm(RMSNorm):
+    """`ops.pointwise.RMSNorm`, under a name that transformers' initialisation knows."""
 
 
 class Lfm2CbRotaryEmbedding(nn.Module):
@@ -114,14 +72,12 @@ class Lfm2CbRotaryEmbedding(nn.Module):
     @dynamic_rope_update
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """cos, sin `[..., 1, head_dim]` in x's dtype, for position_ids `[...]`; the 1 broadcasts over heads."""
-        return self.packed(x, position_ids, None)
+        return self.at(position_ids, x, MODULE_CALLS)
 
-    def packed(
-        self, x: torch.Tensor, position_ids: torch.Tensor, native: NativeKernels | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with the frequencies as they are, which no length changes: native as in `ops.pointwise.rotary`."""
+    def at(self, position_ids: torch.Tensor, x: torch.Tensor, kernels: KernelSet) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same with the frequencies as they are, which no length changes."""
         inv_freq = self.inv_freq.to(x.device)
-        return rotary(position_ids, inv_freq, self.attention_scaling, x.dtype, native)
+        return kernels.rotary(position_ids, inv_freq, self.attention_scaling, x.dtype)
 
 
 class Lfm2CbMLP(nn.Module):
@@ -134,8 +90,8 @@ class Lfm2CbMLP(nn.Module):
         self.w2 = PackedLinear(width, config.hidden_size, bias=False)
         self.register_load_state_dict_pre_hook(fuse_stock_names)
 
-    def forward(self, x: torch.Tensor, native: NativeKernels | None = None) -> torch.Tensor:
-        return self.w2(swiglu(self.w13(x), native))
+    def forward(self, x: torch.Tensor, kernels: KernelSet = MODULE_CALLS) -> torch.Tensor:
+        return kernels.linear(self.w2, kernels.swiglu(kernels.linear(self.w13, x)))
 
 
 class Lfm2CbAttention(nn.Module):
@@ -158,14 +114,14 @@ class Lfm2CbAttention(nn.Module):
         self.k_layernorm = Lfm2CbRMSNorm(self.head_dim, config.norm_eps)
         self.register_load_state_dict_pre_hook(fuse_stock_names)
 
-    @force_accelerate_hooks(["q_layernorm", "k_layernorm"])
     def forward(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        weights = self.q_layernorm.weight, self.k_layernorm.weight
-        q, k, v = norm_rotate(self.qkv_proj(x), self.num_heads, *weights, rope, self.q_layernorm.eps, state.native)
+        kernels = state.kernels
+        qkv = kernels.linear(self.qkv_proj, x)
+        q, k, v = kernels.norm_rotate(qkv, self.num_heads, self.q_layernorm, self.k_layernorm, rope)
         mixed, probabilities = state.attend(self, q, k, v)
-        return self.out_proj(mixed), probabilities
+        return kernels.linear(self.out_proj, mixed), probabilities
 
 
 class Lfm2CbShortConv(nn.Module):
@@ -182,7 +138,9 @@ class Lfm2CbShortConv(nn.Module):
 
     @force_accelerate_hooks("conv")
     def forward(self, x: torch.Tensor, state: SequenceState) -> torch.Tensor:
-        return self.out_proj(state.convolve(self, self.in_proj(state.mask_padding(x))))
+        kernels = state.kernels
+        bcx = kernels.linear(self.in_proj, state.mask_padding(x))
+        return kernels.linear(self.out_proj, state.convolve(self, bcx))
 
 
 class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
@@ -202,13 +160,14 @@ class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
     ) -> torch.Tensor:
-        normed = self.operator_norm(hidden_states, state.native)
+        kernels = state.kernels
+        normed = kernels.norm(self.operator_norm, hidden_states)
         if self.is_attention_layer:
             mixed, _ = self.self_attn(normed, rope, state)
         else:
             mixed = self.conv(normed, state)
-        hidden_states, normed = self.ffn_norm(mixed, state.native, residual=hidden_states)
-        return add(hidden_states, self.feed_forward(normed, state.native), state.native)
+        hidden_states, normed = kernels.add_norm(self.ffn_norm, mixed, hidden_states)
+        return kernels.add(hidden_states, self.feed_forward(normed, kernels))
 
 
 class Lfm2CbPreTrainedModel(PreTrainedModel):
@@ -282,14 +241,15 @@ class Lfm2CbModel(Lfm2CbPreTrainedModel):
             position_ids = state.position_ids
 
         hidden_states = inputs_embeds
-        if state.native is None or position_ids is None:
-            rope = self.rotary_emb(hidden_states, position_ids=position_ids)
+        kernels, plain = state.kernels, is_plain(self.rotary_emb, Lfm2CbRotaryEmbedding.forward)
+        if plain and kernels.native is not None and position_ids is not None:
+            rope = self.rotary_emb.at(position_ids, hidden_states, kernels)
         else:
-            rope = self.rotary_emb.packed(hidden_states, position_ids, state.native)
+            rope = self.rotary_emb(hidden_states, position_ids=position_ids)
         for layer in self.layers:
             hidden_states = layer(hidden_states, rope, state)
         return BaseModelOutputWithPast(
-            last_hidden_state=self.embedding_norm(hidden_states, state.native), past_key_values=past_key_values
+            last_hidden_state=kernels.norm(self.embedding_norm, hidden_states), past_key_values=past_key_values
         )
 
 

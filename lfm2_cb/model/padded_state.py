@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 from transformers.masking_utils import create_causal_mask, create_recurrent_attention_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-if TYPE_CHECKING:
-    from .configuration import Lfm2CbConfig
-    from .modeling import Lfm2CbAttention, Lfm2CbShortConv
+from ..ops.kernel_set import MODULE_CALLS
+from .configuration import Lfm2CbConfig
+from .sequence_state import AttentionLayer, ConvLayer
 
 
 class PaddedState:
@@ -21,7 +21,7 @@ class PaddedState:
     before the convolution's projection (so results equal stock's to the bit of its masking, `conv_bias` included).
     """
 
-    native = None  # gradients may be wanted
+    kernels = MODULE_CALLS  # gradients may be wanted
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class PaddedState:
         self.causal_mask, self.padding_mask = attention_mask["full_attention"], attention_mask["conv"]
 
     def attend(
-        self, layer: Lfm2CbAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, heads, length, head_dim]
         if self.cache is not None:
@@ -71,7 +71,7 @@ class PaddedState:
         )
         return mixed.flatten(-2).contiguous(), weights
 
-    def convolve(self, layer: Lfm2CbShortConv, bcx: torch.Tensor) -> torch.Tensor:
+    def convolve(self, layer: ConvLayer, bcx: torch.Tensor) -> torch.Tensor:
         length = bcx.shape[1]
         b, c, x = bcx.chunk(3, dim=-1)
         x = (b * x).transpose(1, 2)  # [batch, hidden, length]
@@ -88,7 +88,7 @@ class PaddedState:
 
 
 def eager_attention(
-    module: Lfm2CbAttention,
+    module: AttentionLayer,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

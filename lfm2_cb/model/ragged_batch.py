@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -12,12 +11,10 @@ import torch
 from ..ops.attention.cascade import SharedPrefix, cascade_attention, shared_blocks
 from ..ops.attention.packed import PackedSequences
 from ..ops.attention.reference import paged_attention
+from ..ops.kernel_set import REFERENCE, KernelSet
 from ..ops.native.library import NativeKernels
-from ..ops.short_conv import gated_short_conv
 from .hybrid_cache import HybridCache
-
-if TYPE_CHECKING:
-    from .modeling import Lfm2CbAttention, Lfm2CbShortConv
+from .sequence_state import AttentionLayer, ConvLayer
 
 
 @dataclass(slots=True)
@@ -44,7 +41,7 @@ class RaggedBatch:
     Args:
         shared: groups of rows (by index) with the number of first blocks that they share, for attention to read
             once; no row is in two, and all start beyond the shared blocks.
-        native: the kernels to run with; None: the torch reference.
+        kernels: what the layers compute with.
     """
 
     def __init__(
@@ -53,9 +50,9 @@ class RaggedBatch:
         cache: HybridCache,
         kernel_size: int,
         shared: Sequence[tuple[Sequence[int], int]] = (),
-        native: NativeKernels | None = None,
+        kernels: KernelSet = REFERENCE,
     ) -> None:
-        self.cache, self.rows, self.kernel_size, self.native = cache, rows, kernel_size, native
+        self.cache, self.rows, self.kernel_size, self.kernels = cache, rows, kernel_size, kernels
         self.device = cache.device
         lengths = np.array([len(row.token_ids) for row in rows])
         starts = np.array([row.start for row in rows])
@@ -83,7 +80,7 @@ class RaggedBatch:
             )
             for group, num_blocks in shared
         ]
-        self._packed = self._pack(native) if native is not None else None
+        self._packed = self._pack(kernels.native) if kernels.native is not None else None
         self._plan_conv(sequence, place, lengths)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
@@ -156,10 +153,10 @@ class RaggedBatch:
     # SequenceState
 
     def attend(
-        self, layer: Lfm2CbAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         i = layer.layer_idx
-        self.cache.write_kv(i, self.slot_mapping, k, v, self.native)
+        self.cache.write_kv(i, self.slot_mapping, k, v, self.kernels)
         keys, values = self.cache.keys[i], self.cache.values[i]
         whole = q, keys, values, self.cu_seqlens, self.kv_lens, self.block_tables, layer.scaling
         if self.shared_prefixes:
@@ -170,9 +167,9 @@ class RaggedBatch:
             mixed = paged_attention(*whole)
         return mixed.flatten(-2), None
 
-    def convolve(self, layer: Lfm2CbShortConv, bcx: torch.Tensor) -> torch.Tensor:
+    def convolve(self, layer: ConvLayer, bcx: torch.Tensor) -> torch.Tensor:
         i, conv = layer.layer_idx, layer.conv
-        mixed, extended = gated_short_conv(
+        mixed, extended = self.kernels.short_conv(
             bcx,
             self.cache.conv_states[i],
             self._read_rows,
@@ -181,7 +178,6 @@ class RaggedBatch:
             conv.bias,
             self._write_rows,
             self._write_index,
-            self.native,
         )
         if self._drafted is not None:
             self._drafted[i] = extended

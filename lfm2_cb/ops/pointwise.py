@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from .native.library import NativeKernels
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in fp32, scaled in the input's dtype (as stock: the order matters in bf16)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}, eps={self.eps}"
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, native: NativeKernels | None = None) -> torch.Tensor:

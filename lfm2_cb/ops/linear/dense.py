@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..native.library import NativeKernels, load
+from ..native.library import NativeKernels
 
 
 @functools.cache
@@ -20,9 +20,6 @@ def has_bf16_units() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-#: rows up to which `few_rows_linear` is the quickest: it reads the weights once, where `F.linear` falls to a fraction
-#: of the bandwidth, and lays none out first, as `many_rows_linear` does (1.2 × quicker at these rows, by AVX2)
-FEW_ROWS = {torch.float32: 16, torch.bfloat16: 12 if has_bf16_units() else 24}
 #: rows for which `weight @ x.T` beats `x @ weight.T` in fp32 on CPU (measured: 2.5 × at 5 rows, 1.5 × at 64, 1.1 × at
 #: 256, slower beyond; equal at 1)
 TRANSPOSED_ROWS = range(2, 257)
@@ -75,33 +72,25 @@ def transposed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     return product.t().contiguous()
 
 
+def torch_linear(
+    native: NativeKernels | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`F.linear`, as an entry of the table of products (`native` is not used)."""
+    return F.linear(x, weight, bias)
+
+
 class PackedLinear(nn.Linear):
-    """`nn.Linear` that takes the quickest product for a packed batch `[tokens, in]` on CPU.
+    """`nn.Linear`, which the engine runs by its own kernels (`KernelSet.linear`) from the weight as it lies here.
+
+    Called as a module it computes in torch.
 
     Attributes:
-        native: whether the native kernels run it; the engine that runs the model says so.
-        transposed: False, on an instance or the class, goes back to `F.linear` where the native kernels are not used.
+        transposed: False, on an instance or the class, makes it `F.linear` for any number of rows.
     """
 
-    native = False
     transposed = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        # The engine's own path first, and by the dictionary: a product of one row takes some 100 µs, and every
-        # attribute that `nn.Module` is asked for takes one.
-        if self.native and input.ndim == 2 and input.is_cpu and not torch.is_grad_enabled():
-            parameters, rows, dtype = self._parameters, input.shape[0], input.dtype
-            weight = parameters.get("weight")
-            if rows and weight is not None and weight.dtype == dtype in FEW_ROWS and weight.is_contiguous():
-                if rows <= FEW_ROWS[dtype]:
-                    return few_rows_linear(load(), input, weight, parameters["bias"])
-                if dtype == torch.bfloat16 and load().isa == "amx":
-                    return matrix_linear(load(), input, weight, parameters["bias"])
-                if dtype == torch.float32 or not has_bf16_units():
-                    return many_rows_linear(load(), input, weight, parameters["bias"])
-        return self._by_torch(input)
-
-    def _by_torch(self, input: torch.Tensor) -> torch.Tensor:
         fits = input.ndim == 2 and len(input) in TRANSPOSED_ROWS and input.dtype == torch.float32
         if fits and self.transposed and input.device.type == "cpu" and not torch.is_grad_enabled():
             return transposed_linear(input, self.weight, self.bias)

@@ -87,7 +87,7 @@ def _unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def native_linear_int4(
-    x: torch.Tensor, weights: Int4Weights, bias: torch.Tensor | None = None, *, kernels: NativeKernels
+    native: NativeKernels, x: torch.Tensor, weights: Int4Weights, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`x @ weights.T + bias` for fp32 or bf16 x, summed in integers (csrc/int4.cpp).
 
@@ -96,7 +96,7 @@ def native_linear_int4(
     out_features, in_features = len(weights.values), x.shape[-1]
     rows, chunks = x.numel() // in_features, -(-in_features // _CHUNK)
     out = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
-    kernels.call(
+    native.call(
         "linear_int4",
         x.contiguous(),
         int(x.dtype == torch.bfloat16),

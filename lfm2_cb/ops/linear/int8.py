@@ -18,8 +18,6 @@ from ..native.library import NativeKernels
 #: output features whose weights lie together, four inputs of each after another; inputs that share a scale; and what
 #: inputs are padded to. PANEL and GROUP in csrc/int8.h
 PANEL, GROUP, PADDED = 16, 128, 64
-#: rows from which the matrix units are quicker than the other kernels (estimated, not measured)
-AMX_ROWS = 13
 #: the most that the sum of the positive weights of four inputs may be, and that of the negative ones. Such sums of
 #: products are of 16 bits on processors without VNNI, and inputs are stored as 1 ... 255: 128 * 255 < 2^15.
 MOST = 128
@@ -94,31 +92,29 @@ def quantize_inputs(x: torch.Tensor) -> torch.Tensor:
 
 
 def native_linear_int8(
-    x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None = None, *, kernels: NativeKernels
+    native: NativeKernels, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`quantize_inputs(x) @ weights.T + bias` for fp32 or bf16 x, summed in integers (csrc/int8.cpp).
 
     A row's result does not depend on the rows beside it, nor on the instruction set (but for "plain").
     """
-    rows = x.numel() // x.shape[-1]
-    by_units = kernels.isa == "amx" and rows >= AMX_ROWS
-    return _call("amx_linear_int8" if by_units else "linear_int8", x, weights, bias, kernels)
+    return _call("linear_int8", native, x, weights, bias)
 
 
 def matrix_linear_int8(
-    x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None = None, *, kernels: NativeKernels
+    native: NativeKernels, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The same, to the bit, by the processor's matrix units (csrc/amx_int8.cpp); without these, by their emulation."""
-    return _call("amx_linear_int8", x, weights, bias, kernels)
+    return _call("amx_linear_int8", native, x, weights, bias)
 
 
 def _call(
-    name: str, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None, kernels: NativeKernels
+    name: str, native: NativeKernels, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None
 ) -> torch.Tensor:
     out_features, in_features = len(weights.scale), x.shape[-1]
     rows, groups, padded = x.numel() // in_features, weights.sums.shape[1], weights.values.shape[1] * 4
     out = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
-    kernels.call(
+    native.call(
         name,
         x.contiguous(),
         int(x.dtype == torch.bfloat16),
@@ -136,12 +132,10 @@ def _call(
     return out
 
 
-def native_rows_int8(
-    weights: Int8Weights, indices: torch.Tensor, out: torch.Tensor, *, kernels: NativeKernels
-) -> None:
+def native_rows_int8(native: NativeKernels, weights: Int8Weights, indices: torch.Tensor, out: torch.Tensor) -> None:
     """`Int8Weights.rows` into out `[n, in]`, fp32 or bf16. indices: int64 `[n]`, which must be in range."""
     fours, is_bf16 = weights.values.shape[1], int(out.dtype == torch.bfloat16)
-    kernels.call("rows_int8", indices, weights.values, weights.scale.to(out.dtype), is_bf16, out, *out.shape, fours)
+    native.call("rows_int8", indices, weights.values, weights.scale.to(out.dtype), is_bf16, out, *out.shape, fours)
 
 
 def round_to_bf16(x: torch.Tensor) -> torch.Tensor:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..native.library import NativeKernels, resolve_kernels
-from .int4 import Int4Weights, native_linear_int4
-from .int8 import PANEL, Int8Weights, native_linear_int8, quantize_inputs
+from .int4 import Int4Weights
+from .int8 import PANEL, Int8Weights, quantize_inputs
+from .table import INT4, INT8, product
 
 #: output features that the torch reference dequantises at once, so that they stay in the processor's cache
 OUTPUT_CHUNK = 512
-#: rows from which torch is quicker by the matrix units than our kernels without (estimated), dequantising included
-AMX_ROWS = 32
 
 Weights = Int8Weights | Int4Weights
 
@@ -43,45 +39,21 @@ def reference_linear(x: torch.Tensor, weights: Weights, bias: torch.Tensor | Non
 
 
 def native_linear(
-    x: torch.Tensor, weights: Weights, bias: torch.Tensor | None = None, *, kernels: NativeKernels
+    native: NativeKernels, x: torch.Tensor, weights: Weights, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """What `reference_linear` computes, for fp32 or bf16 x, summed in integers."""
-    if isinstance(weights, Int8Weights):
-        return native_linear_int8(x, weights, bias, kernels=kernels)
-    return native_linear_int4(x, weights, bias, kernels=kernels)
+    """What `reference_linear` computes, for fp32 or bf16 x, summed in integers, by the table's kernel."""
+    weights_format = INT8 if isinstance(weights, Int8Weights) else INT4
+    return product(weights_format, x.dtype, native.isa, x.numel() // x.shape[-1])(native, x, weights, bias)
 
 
-_kernels: ContextVar[tuple[NativeKernels | None] | None] = ContextVar("lfm2_cb_linear_kernels", default=None)
-
-
-@contextmanager
-def linear_kernels(kernels: NativeKernels | None) -> Iterator[None]:
-    """Within, this thread's quantised layers run by these kernels; None: by the torch reference."""
-    token = _kernels.set((kernels,))
-    try:
-        yield
-    finally:
-        _kernels.reset(token)
-
-
-def quantized_linear(x: torch.Tensor, weights: Weights, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """By the native kernels, as `linear_kernels` says or where they can be had; else, and for gradients, by torch.
-
-    Also by torch: many bf16 rows on a processor whose matrix units (AMX) the kernels do not use, being quicker so.
-    """
-    chosen = _kernels.get()
-    kernels = resolve_kernels("auto", x.device, x.dtype) if chosen is None else chosen[0]
-    rows = x.numel() // x.shape[-1]
-    by_units = kernels is not None and kernels.isa == "amx" and isinstance(weights, Int8Weights)
-    for_matrix_units = x.dtype == torch.bfloat16 and rows >= AMX_ROWS and _has_amx() and not by_units
-    if kernels is None or for_matrix_units or rows == 0 or (torch.is_grad_enabled() and x.requires_grad):
+def quantized_linear(
+    x: torch.Tensor, weights: Weights, bias: torch.Tensor | None = None, native: NativeKernels | None = None
+) -> torch.Tensor:
+    """By the native kernels for any number of rows, so that no row depends on how many there are; by the torch
+    reference without them, and for gradients."""
+    if native is None or x.numel() == 0 or (torch.is_grad_enabled() and x.requires_grad):
         return reference_linear(x, weights, bias)
-    return native_linear(x, weights, bias, kernels=kernels)
-
-
-@functools.cache
-def _has_amx() -> bool:
-    return torch.cpu._is_amx_tile_supported()
+    return native_linear(native, x, weights, bias)
 
 
 class _Quantized(nn.Module):
@@ -134,14 +106,17 @@ def _name(field: str) -> str:
 
 
 class QuantizedLinear(_Quantized):
-    """`nn.Linear` over a quantised weight; the bias, where there is one, is in full precision."""
+    """`nn.Linear` over a quantised weight; the bias, where there is one, is in full precision.
+
+    Called as a module it takes the native kernels where they can be had; the engine says which (`KernelSet.linear`).
+    """
 
     def __init__(self, in_features: int, out_features: int, bias: bool, bits: int) -> None:
         super().__init__(out_features, in_features, bits)
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return quantized_linear(input, self.weights, self.bias)
+        return quantized_linear(input, self.weights, self.bias, resolve_kernels("auto", input.device, input.dtype))
 
 
 class QuantizedEmbedding(_Quantized):

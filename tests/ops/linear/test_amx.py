@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lfm2_cb.ops.linear import int8, quantized
-from lfm2_cb.ops.linear.dense import FEW_ROWS, PackedLinear, matrix_linear
-from lfm2_cb.ops.linear.int8 import Int8Weights, matrix_linear_int8
-from lfm2_cb.ops.linear.quantized import QuantizedLinear, native_linear, quantized_linear
+from lfm2_cb.ops.kernel_set import KernelSet
+from lfm2_cb.ops.linear.dense import PackedLinear, matrix_linear
+from lfm2_cb.ops.linear.int8 import Int8Weights, matrix_linear_int8, native_linear_int8
+from lfm2_cb.ops.linear.quantized import QuantizedLinear
+from lfm2_cb.ops.linear.table import DENSE, products
 from lfm2_cb.ops.native import library as native
 from lfm2_cb.ops.native.library import NativeKernels, addition_is_right
 
@@ -120,18 +121,16 @@ def test_the_emulation_is_the_same_for_every_instruction_set():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_int8_is_the_other_kernels_to_the_bit(seed, kernels, monkeypatch):
-    monkeypatch.setattr(int8, "AMX_ROWS", 10**9)  # or native_linear would do the same
+def test_int8_is_the_other_kernels_to_the_bit(seed, kernels):
     case = Int8Case(seed)
-    by_units = matrix_linear_int8(*case.args, kernels=kernels)
-    assert torch.equal(by_units, native_linear(*case.args, kernels=kernels))
+    assert torch.equal(matrix_linear_int8(kernels, *case.args), native_linear_int8(kernels, *case.args))
 
 
 def test_the_largest_values_do_not_overflow(kernels):
     for sign in (1, -1):
         weights = Int8Weights.quantize(torch.full((3, 4608), float(sign)))
         x = torch.full((17, 4608), 7.5)
-        out = matrix_linear_int8(x, weights, kernels=kernels)
+        out = matrix_linear_int8(kernels, x, weights)
         expected = x @ weights.dequantize(4608, torch.float32).T
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=0)
 
@@ -139,16 +138,16 @@ def test_the_largest_values_do_not_overflow(kernels):
 @pytest.mark.parametrize("seed", range(4))
 def test_an_int8_row_is_the_same_to_the_bit_whoever_is_beside_it(seed, kernels):
     case = Int8Case(seed, rows=130)
-    together = matrix_linear_int8(*case.args, kernels=kernels)
+    together = matrix_linear_int8(kernels, *case.args)
     for threads, begin, end in ((1, 0, 14), (2, 14, 47), (5, 47, 130)):
         torch.set_num_threads(threads)
-        assert torch.equal(matrix_linear_int8(case.x[begin:end], *case.args[1:], kernels=kernels), together[begin:end])
+        assert torch.equal(matrix_linear_int8(kernels, case.x[begin:end], *case.args[1:]), together[begin:end])
 
 
 def test_a_bad_int8_row_stays_bad_and_alone(kernels):
     case = Int8Case(3, rows=20)
     case.x[7, -1] = float("nan")
-    out = matrix_linear_int8(*case.args, kernels=kernels)
+    out = matrix_linear_int8(kernels, *case.args)
     assert not out[7].isfinite().any()
     assert out[:7].isfinite().all() and out[8:].isfinite().all()
 
@@ -194,8 +193,8 @@ def test_the_instructions_do_what_the_emulation_does(seed, instructions):
     case = Case(seed)
     assert torch.equal(matrix_linear(instructions, *case.args), matrix_linear(emulated, *case.args))
     case = Int8Case(seed)
-    by_emulation = matrix_linear_int8(*case.args, kernels=emulated)
-    assert torch.equal(matrix_linear_int8(*case.args, kernels=instructions), by_emulation)
+    by_emulation = matrix_linear_int8(emulated, *case.args)
+    assert torch.equal(matrix_linear_int8(instructions, *case.args), by_emulation)
 
 
 # What is taken where
@@ -215,38 +214,29 @@ class AsAmx(NativeKernels):
 
 
 @pytest.fixture
-def amx(monkeypatch):
-    units = AsAmx()
-    monkeypatch.setattr("lfm2_cb.ops.linear.dense.load", lambda: units)
-    return units
+def amx():
+    return AsAmx()
 
 
 def test_a_layer_takes_the_units_for_many_rows(amx):
-    layer = PackedLinear(70, 33).to(torch.bfloat16)
-    layer.native, few = True, FEW_ROWS[torch.bfloat16]
+    layer, kernels = PackedLinear(70, 33).to(torch.bfloat16), KernelSet(amx)
+    few = int(products(DENSE, torch.bfloat16, "amx")[0][0])
     with torch.no_grad():
         for rows, kernel in ((few, "few_rows_linear_bf16"), (few + 1, "amx_linear_bf16")):
-            out = layer(x := torch.randn(rows, 70).to(torch.bfloat16))
+            out = kernels.linear(layer, x := torch.randn(rows, 70).to(torch.bfloat16))
             assert amx.called.pop() == kernel
             torch.testing.assert_close(out.float(), (x @ layer.weight.T + layer.bias).float(), rtol=2e-2, atol=2e-2)
-        layer.float()(torch.randn(FEW_ROWS[torch.float32] + 1, 70))
+        kernels.linear(layer.float(), torch.randn(few + 20, 70))
         assert amx.called == ["many_rows_linear_f32"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_quantised_layer_takes_the_units_for_many_rows(amx, dtype, monkeypatch):
-    monkeypatch.setattr(quantized, "_has_amx", lambda: True)
-    layer = QuantizedLinear(70, 33, bias=False, bits=8)
+def test_a_quantised_layer_takes_the_units_for_many_rows(amx, dtype):
+    layer, kernels = QuantizedLinear(70, 33, bias=False, bits=8), KernelSet(amx)
     layer.put(layer.quantize(torch.randn(33, 70)))
-    with torch.no_grad(), quantized.linear_kernels(amx):
-        for rows, kernel in ((12, "linear_int8"), (13, "amx_linear_int8"), (40, "amx_linear_int8")):
-            layer(torch.randn(rows, 70).to(dtype))
-            assert amx.called.pop() == kernel
-    with torch.no_grad(), quantized.linear_kernels(native.load().using("plain")):  # which have no units: torch has
-        x = torch.randn(quantized.AMX_ROWS, 70).to(dtype)
-        by_torch = quantized.reference_linear(x, layer.weights)
-        out = quantized_linear(x, layer.weights)
-        assert torch.equal(out, by_torch) == (dtype == torch.bfloat16)
+    for rows, kernel in ((12, "linear_int8"), (13, "amx_linear_int8"), (40, "amx_linear_int8")):
+        kernels.linear(layer, torch.randn(rows, 70).to(dtype))
+        assert amx.called.pop() == kernel
 
 
 class Library:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lfm2_cb.ops.kernel_set import KernelSet
 from lfm2_cb.ops.linear.int4 import GROUP_SIZE, Int4Weights
 from lfm2_cb.ops.linear.int8 import (
     GROUP,
@@ -23,7 +24,6 @@ from lfm2_cb.ops.linear.int8 import (
 from lfm2_cb.ops.linear.quantized import (
     QuantizedEmbedding,
     QuantizedLinear,
-    linear_kernels,
     native_linear,
     quantized_linear,
     reference_linear,
@@ -188,7 +188,7 @@ def test_the_reference_is_near_float64(seed, bits):
 @pytest.mark.parametrize("seed", range(25))
 def test_the_kernels_are_near_float64(seed, bits, kernels):
     case = Case(seed, bits)
-    assert ((native_linear(*case.args, kernels=kernels).double() - case.answer).abs() <= case.by_kernel).all()
+    assert ((native_linear(kernels, *case.args).double() - case.answer).abs() <= case.by_kernel).all()
 
 
 @needs_compiler
@@ -196,7 +196,7 @@ def test_the_kernels_are_near_float64(seed, bits, kernels):
 @pytest.mark.parametrize("seed", range(8))
 def test_bfloat16_rounds_once(seed, bits, kernels):
     case = Case(seed, bits, torch.bfloat16)
-    out = native_linear(*case.args, kernels=kernels)
+    out = native_linear(kernels, *case.args)
     assert out.dtype == torch.bfloat16
     assert ((out.double() - case.answer).abs() <= case.by_kernel + case.answer.abs() * 2**-8).all()
 
@@ -208,12 +208,12 @@ def test_bfloat16_rounds_once(seed, bits, kernels):
 def test_a_row_is_the_same_to_the_bit_whoever_is_beside_it(seed, rows, bits, kernels):
     case = Case(seed, bits, rows=rows)
     torch.set_num_threads(2)
-    together = native_linear(*case.args, kernels=kernels)
+    together = native_linear(kernels, *case.args)
     torch.set_num_threads(1)
     rng, begin = random.Random(seed), 0
     while begin < rows:
         part = slice(begin, begin + rng.choice([1, 2, 3, 4, 5, 6, 7, 11, 40]))
-        alone = native_linear(case.x[part], *case.args[1:], kernels=kernels)
+        alone = native_linear(kernels, case.x[part], *case.args[1:])
         assert torch.equal(alone, together[part])
         begin = part.stop
 
@@ -223,8 +223,21 @@ def test_a_row_is_the_same_to_the_bit_whoever_is_beside_it(seed, rows, bits, ker
 def test_every_number_of_rows_is_near_float64(bits, kernels):
     for rows in range(1, 71):
         case = Case(rows, bits, rows=rows)
-        out = native_linear(*case.args, kernels=kernels).double()
+        out = native_linear(kernels, *case.args).double()
         assert ((out - case.answer).abs() <= case.by_kernel).all(), rows
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", BITS)
+def test_a_layers_row_is_the_same_alone_and_among_any_number(bits, dtype, kernels, monkeypatch):
+    """By each instruction set, on a processor that has units of its own for bf16: those must not be torch's for many
+    rows, which rounds differently."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    layer, among, x = make_layer(bits).to(dtype), KernelSet(kernels), torch.randn(80, 70).to(dtype)
+    alone = torch.cat([among.linear(layer, row) for row in x.split(1)])
+    for rows in range(1, 81):
+        assert torch.equal(among.linear(layer, x[:rows]), alone[:rows]), rows
 
 
 @needs_compiler
@@ -233,7 +246,7 @@ def test_instruction_sets_agree_to_the_bit(bits):
     loaded = native.load()
     for seed in range(12):
         case = Case(seed, bits)
-        plain, *others = [native_linear(*case.args, kernels=loaded.using(isa)) for isa in loaded.supported]
+        plain, *others = [native_linear(loaded.using(isa), *case.args) for isa in loaded.supported]
         assert all(torch.equal(out, others[0]) for out in others)
         assert not others or ((plain - others[0]).double().abs() <= 2 * case.by_kernel).all()
 
@@ -244,7 +257,7 @@ def test_the_largest_values_do_not_overflow(bits, kernels):
     """Every product at its limit, all of one sign: what the integer sums must hold."""
     weights = BITS[bits].quantize(torch.full((3, 4608), -1.0))
     for x in (torch.full((5, 4608), 7.5), torch.full((5, 4608), -7.5)):
-        out = native_linear(x, weights, kernels=kernels)
+        out = native_linear(kernels, x, weights)
         torch.testing.assert_close(out, x @ weights.dequantize(4608, torch.float32).T, rtol=1e-5, atol=0)
 
 
@@ -264,7 +277,7 @@ def test_sums_at_their_limit_do_not_overflow(kernels):
     weights.scale.fill_(1)
     x = torch.cat((values.sign(), -values.sign(), torch.ones(3, 512), -torch.ones(3, 512))) * 127.0
     exact = x.double() @ values.double().T
-    assert torch.equal(native_linear(x, weights, kernels=kernels).double(), exact)
+    assert torch.equal(native_linear(kernels, x, weights).double(), exact)
 
 
 @needs_compiler
@@ -273,7 +286,7 @@ def test_sums_at_their_limit_do_not_overflow(kernels):
 def test_a_bad_row_stays_bad_and_alone(bits, bad, kernels):
     case = Case(3, bits, rows=6)
     case.x[2, -1] = bad
-    out = native_linear(*case.args, kernels=kernels)
+    out = native_linear(kernels, *case.args)
     assert not out[2].isfinite().any()
     rest = [0, 1, 3, 4, 5]
     assert out[rest].isfinite().all()
@@ -283,7 +296,7 @@ def test_a_bad_row_stays_bad_and_alone(bits, bad, kernels):
 def test_zeros_and_tiny_inputs(kernels):
     weights = Int8Weights.quantize(torch.randn(5, 40))
     for x in (torch.zeros(2, 40), torch.full((2, 40), 1e-38)):
-        assert (native_linear(x, weights, kernels=kernels).abs() <= 1e-30).all()
+        assert (native_linear(kernels, x, weights).abs() <= 1e-30).all()
 
 
 # Layers
@@ -302,14 +315,12 @@ def make_layer(bits: int, bias: bool = True) -> QuantizedLinear:
 def test_a_layer_runs_by_the_kernels_it_is_told(bits):
     layer, x = make_layer(bits), torch.randn(2, 3, 70)
     by_torch = reference_linear(x, layer.weights, layer.bias)
-    by_native = native_linear(x, layer.weights, layer.bias, kernels=native.load())
+    by_native = native_linear(native.load(), x, layer.weights, layer.bias)
     assert not torch.equal(by_torch, by_native)  # or the next lines say nothing
     with torch.no_grad():
         assert torch.equal(layer(x), by_native)
-        with linear_kernels(None):
-            assert torch.equal(layer(x), by_torch)
-        with linear_kernels(native.load()):
-            assert torch.equal(layer(x), by_native)
+        assert torch.equal(KernelSet(None).linear(layer, x), by_torch)
+        assert torch.equal(KernelSet(native.load()).linear(layer, x), by_native)
     inputs = quantize_inputs(x) if bits == 8 else x
     torch.testing.assert_close(layer.dequantize(torch.float32) @ inputs[0].T + layer.bias[:, None], by_torch[0].T)
 
@@ -345,6 +356,6 @@ def test_the_kernel_gives_the_same_rows(dtype, kernels):
     weights = Int8Weights.quantize(torch.randn(50, 70).to(dtype))
     indices = torch.tensor([49, 0, 15, 16, 49])
     out = torch.full((5, 70), torch.nan).to(dtype)
-    native_rows_int8(weights, indices, out, kernels=kernels)
+    native_rows_int8(kernels, weights, indices, out)
     assert torch.equal(out, weights.rows(indices, 70))
     assert torch.equal(out, weights.dequantize(70, dtype)[indices])

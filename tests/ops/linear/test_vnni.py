@@ -48,10 +48,10 @@ def test_the_instruction_gives_the_same_bits(rows, trap):
     generator = torch.Generator().manual_seed(rows)
     weight, x = torch.randn(19, 1100, generator=generator), torch.randn(rows, 1100, generator=generator)
     weights = Int8Weights.quantize(weight)
-    expected = native_linear(x, weights, kernels=native.load().using("avx2"))
+    expected = native_linear(native.load().using("avx2"), x, weights)
     library.begin_trap()
     try:
-        out = native_linear(x, weights, kernels=kernels)
+        out = native_linear(kernels, x, weights)
     finally:
         trapped = library.end_trap()
     assert torch.equal(out, expected)

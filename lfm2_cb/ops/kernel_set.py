@@ -1,0 +1,185 @@
+"""KernelSet: what the layers of one engine compute with.
+
+Layers reach it through the sequence state that they are handed (`state.kernels`), so two engines on one model may use
+different kernels at the same time. Modules that are our own and that nobody has changed are run by kernels, on their
+weights; any other (an adapter's wrapper, a module with hooks or with a patched `forward`) is called, with x only.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from .attention.kv_blocks import KVBlocks, write_rows
+from .linear.dense import PackedLinear
+from .linear.int8 import native_rows_int8
+from .linear.quantized import QuantizedEmbedding, QuantizedLinear, quantized_linear
+from .linear.table import DENSE, products
+from .native.library import NativeKernels, resolve_kernels
+from .pointwise import RMSNorm, add, add_rms_norm, norm_rotate, rms_norm, rotary, rotate, swiglu
+from .short_conv import gated_short_conv
+
+_global_hooks, _global_pre_hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+
+
+def is_plain(module: nn.Module, forward: object) -> bool:
+    """Whether calling a module does nothing but its class's `forward`, and that is the given function."""
+    own = module.__dict__
+    return module.__class__.forward is forward and not (
+        own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or _global_hooks or _global_pre_hooks
+    )
+
+
+class KernelSet:
+    """The native kernels, or the torch reference where `native` is None. For inference: no gradients pass natively.
+
+    x is `[tokens, size]` throughout, on the device that the native kernels are for.
+    """
+
+    def __init__(self, native: NativeKernels | None) -> None:
+        self.native = native
+        dtypes = (torch.float32, torch.bfloat16)
+        self._dense = {} if native is None else {dtype: products(DENSE, dtype, native.isa) for dtype in dtypes}
+
+    @classmethod
+    def resolve(cls, kernels: str, device: torch.device, dtype: torch.dtype) -> KernelSet:
+        """Arguments and errors as of `resolve_kernels`."""
+        return cls(resolve_kernels(kernels, device, dtype))
+
+    def linear(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """`module(x)` of a linear layer: `[tokens, out]`."""
+        if is_plain(module, PackedLinear.forward):
+            # By the dictionary: a product of one row takes some 100 µs, and every attribute asked of a module one.
+            parameters, rows = module._parameters, x.shape[0]
+            weight, by_rows = parameters.get("weight"), self._dense.get(x.dtype)
+            if by_rows and rows and weight is not None and weight.dtype == x.dtype and weight.is_contiguous():
+                for most, kernel in by_rows:
+                    if rows <= most:
+                        return kernel(self.native, x, weight, parameters["bias"])  # type: ignore[arg-type]
+        elif is_plain(module, QuantizedLinear.forward):
+            return quantized_linear(x, module.weights, module.bias, self.native)  # type: ignore[arg-type]
+        return module(x)
+
+    def embed(self, module: nn.Module, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """`module(ids)` of an embedding into out `[tokens, size]`. ids: int64 `[tokens]`, which must be in range."""
+        if self.native is not None and is_plain(module, QuantizedEmbedding.forward):
+            native_rows_int8(self.native, module.weights, ids, out)  # type: ignore[arg-type]
+        else:
+            out.copy_(module(ids))
+
+    def norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """`module(x)` of a norm."""
+        weight = _norm_weight(module)
+        return module(x) if weight is None else rms_norm(x, weight, module.eps, self.native)  # type: ignore[arg-type]
+
+    def add_norm(
+        self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x + residual`, and the norm of it."""
+        weight = _norm_weight(module)
+        if weight is not None:
+            return add_rms_norm(x, residual, weight, module.eps, self.native)  # type: ignore[arg-type]
+        total = self.add(x, residual)
+        return total, module(total)
+
+    def norm_rotate(
+        self,
+        qkv: torch.Tensor,
+        heads: int,
+        q_norm: nn.Module,
+        k_norm: nn.Module,
+        rope: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """As `pointwise.norm_rotate`: queries, keys and values, q and k normed by these modules, then rotated."""
+        q_weight, k_weight = _norm_weight(q_norm), _norm_weight(k_norm)
+        if q_weight is not None and k_weight is not None and q_norm.eps == k_norm.eps:
+            return norm_rotate(qkv, heads, q_weight, k_weight, rope, q_norm.eps, self.native)  # type: ignore[arg-type]
+        return _norm_rotate(qkv, heads, q_norm, k_norm, rope)
+
+    def rotary(
+        self, positions: torch.Tensor, inv_freq: torch.Tensor, scale: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `pointwise.rotary`."""
+        return rotary(positions, inv_freq, scale, dtype, self.native)
+
+    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+        """As `pointwise.swiglu`."""
+        return swiglu(x, self.native)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """`x + y`."""
+        return add(x, y, self.native)
+
+    def short_conv(
+        self,
+        bcx: torch.Tensor,
+        cache: torch.Tensor,
+        read_rows: torch.Tensor,
+        taps: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        write_rows: torch.Tensor,
+        write_index: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `short_conv.gated_short_conv`."""
+        return gated_short_conv(bcx, cache, read_rows, taps, weight, bias, write_rows, write_index, self.native)
+
+    def write_rows(self, blocks: KVBlocks, slot_mapping: torch.Tensor, rows: torch.Tensor) -> None:
+        """As `kv_blocks.write_rows`."""
+        write_rows(blocks, slot_mapping, rows, self.native)
+
+
+class ModuleCalls(KernelSet):
+    """Torch, with every module called: for training and stock's `generate()`, where gradients, hooks and compilers
+    must see each of them. x is `[..., size]`."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def linear(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return module(x)
+
+    def norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return module(x)
+
+    def add_norm(
+        self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x + residual
+        return total, module(total)
+
+    def norm_rotate(
+        self,
+        qkv: torch.Tensor,
+        heads: int,
+        q_norm: nn.Module,
+        k_norm: nn.Module,
+        rope: tuple[torch.Tensor, torch.Tensor],
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return _norm_rotate(qkv, heads, q_norm, k_norm, rope)
+
+
+#: the torch reference
+REFERENCE = KernelSet(None)
+#: for every forward that no engine runs
+MODULE_CALLS = ModuleCalls()
+
+
+def _norm_weight(module: nn.Module) -> torch.Tensor | None:
+    """The weight of a norm that is our own, and unchanged; None: it must be called."""
+    return module._parameters.get("weight") if is_plain(module, RMSNorm.forward) else None
+
+
+def _norm_rotate(
+    qkv: torch.Tensor,
+    heads: int,
+    q_norm: nn.Module,
+    k_norm: nn.Module,
+    rope: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Norms called as modules."""
+    dim = rope[0].shape[-1]
+    kv_heads = (qkv.shape[-1] // dim - heads) // 2
+    q, k, v = qkv.unflatten(-1, (-1, dim)).split((heads, kv_heads, kv_heads), dim=-2)
+    return rotate(q_norm(q), *rope), rotate(k_norm(k), *rope), v

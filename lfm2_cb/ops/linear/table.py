@@ -1,0 +1,60 @@
+"""Which kernel multiplies: by the format of the weights, the dtype of the inputs, the instruction set and the rows.
+
+The one place where that is decided. A new kernel is a new entry here; it must agree with its neighbours on a row's
+result, to the bit for low-bit weights (whose rows do not depend on how many there are) and to rounding for dense ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any
+
+import torch
+
+from ..native.library import NativeKernels
+from .dense import few_rows_linear, has_bf16_units, many_rows_linear, matrix_linear, torch_linear
+from .int4 import native_linear_int4
+from .int8 import matrix_linear_int8, native_linear_int8
+
+#: (native kernels, x `[rows, in]`, weights, bias or None) → `[rows, out]`; weights are a matrix, or a quantised one
+Product = Callable[[NativeKernels, torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
+#: kernels by the largest number of rows that each is for, ascending; the last is for any number
+ByRows = Sequence[tuple[float, Product]]
+
+#: stands for every instruction set that has no entry of its own
+ANY_ISA = "any"
+DENSE, INT8, INT4 = "dense", "int8", "int4"
+
+#: Few rows: the weights are read once, from where they lie, while `F.linear` falls to a fraction of the bandwidth and
+#: kernels for many rows lay them out first (1.2 × slower at these rows by AVX2, on 2 cores of a Xeon without AMX).
+#: bf16 where the processor multiplies it but our AMX kernels are not used: torch's product does use those units.
+_BF16: ByRows = ((12, few_rows_linear), (inf, torch_linear))
+if not has_bf16_units():
+    _BF16 = ((24, few_rows_linear), (inf, many_rows_linear))
+
+TABLE: dict[tuple[str, torch.dtype, str], ByRows] = {
+    (DENSE, torch.float32, ANY_ISA): ((16, few_rows_linear), (inf, many_rows_linear)),
+    (DENSE, torch.bfloat16, ANY_ISA): _BF16,
+    (DENSE, torch.bfloat16, "amx"): ((12, few_rows_linear), (inf, matrix_linear)),
+    # 12: estimated, not measured
+    (INT8, torch.float32, "amx"): ((12, native_linear_int8), (inf, matrix_linear_int8)),
+    (INT8, torch.bfloat16, "amx"): ((12, native_linear_int8), (inf, matrix_linear_int8)),
+    (INT8, torch.float32, ANY_ISA): ((inf, native_linear_int8),),
+    (INT8, torch.bfloat16, ANY_ISA): ((inf, native_linear_int8),),
+    (INT4, torch.float32, ANY_ISA): ((inf, native_linear_int4),),
+    (INT4, torch.bfloat16, ANY_ISA): ((inf, native_linear_int4),),
+}
+
+
+def products(weights_format: str, dtype: torch.dtype, isa: str) -> ByRows:
+    """The kernels for these weights and inputs by an instruction set; none: no kernel takes the dtype."""
+    return TABLE.get((weights_format, dtype, isa)) or TABLE.get((weights_format, dtype, ANY_ISA), ())
+
+
+def product(weights_format: str, dtype: torch.dtype, isa: str, rows: int) -> Product:
+    """The one for so many rows. Raises: KeyError: no kernel takes the dtype."""
+    for most, kernel in products(weights_format, dtype, isa):
+        if rows <= most:
+            return kernel
+    raise KeyError((weights_format, dtype))
