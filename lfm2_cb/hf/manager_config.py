@@ -21,15 +21,30 @@ class Lfm2CbBatchingConfig(ContinuousBatchingConfig):
     (`weights` are the model's: load it with `load_model(path, weights="int8")`.)
     """
 
+    page_size: int = EngineConfig.block_size
+    cache_memory: int | str = EngineConfig.cache_memory
     policy: str | Policy = EngineConfig.policy
     drafting: str = EngineConfig.drafting
     kernels: str = EngineConfig.kernels
     cache_dtype: str | None = EngineConfig.cache_dtype
     max_step_seconds: float | None = EngineConfig.max_step_seconds
 
+    @classmethod
+    def from_engine(cls, options: EngineConfig, **more: Any) -> Lfm2CbBatchingConfig:
+        """The engine's options, and `more` fields beside (`num_blocks` and `max_memory_percent` go before
+        `cache_memory`)."""
+        return cls(
+            page_size=options.block_size,
+            max_batch_tokens=options.max_batch_tokens,
+            max_requests_per_batch=options.max_sequences,
+            allow_block_sharing=options.prefix_caching,
+            **{name: getattr(options, name) for name in OURS},
+            **more,
+        )
+
 
 #: what `Lfm2CbBatchingConfig` adds
-OURS = ("policy", "drafting", "kernels", "cache_dtype", "max_step_seconds")
+OURS = ("cache_memory", "policy", "drafting", "kernels", "cache_dtype", "max_step_seconds")
 
 #: fields that the engine or the manager follows
 HONOURED = {
@@ -82,19 +97,23 @@ def check_config(config: ContinuousBatchingConfig) -> None:
             raise UnsupportedOptionError(f"ContinuousBatchingConfig.{name}={value!r} is not supported by lfm2_cb")
         if name not in HONOURED.union(INERT, REFUSED, OURS):
             raise UnsupportedOptionError(f"ContinuousBatchingConfig.{name} is not known to lfm2_cb")
+    share = config.max_memory_percent
+    if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
+        raise ValueError(f"max_memory_percent is a share of the free memory, above 0 and at most 1, got {share!r}")
 
 
 def engine_config(config: ContinuousBatchingConfig, model: PreTrainedModel) -> EngineConfig:
-    """The engine's options; its own defaults where the config does not say. A `page_size` of stock's default does not.
+    """The engine's options; its own defaults where the config does not say. A `page_size` of stock's default does not
+    in a config of stock's class.
 
     Args:
         model: whose device and shape `max_memory_percent` and `num_blocks` are about.
     """
-    page_size = None if config.page_size == ContinuousBatchingConfig.page_size else config.page_size
+    says_page_size = isinstance(config, Lfm2CbBatchingConfig) or config.page_size != ContinuousBatchingConfig.page_size
     said = {
         "max_batch_tokens": config.max_batch_tokens,
         "max_sequences": config.max_requests_per_batch,
-        "block_size": page_size,
+        "block_size": config.page_size if says_page_size else None,
         "prefix_caching": bool(config.allow_block_sharing),
         **{name: getattr(config, name) for name in OURS if hasattr(config, name)},
     }

@@ -15,6 +15,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 import lfm2_cb
 from lfm2_cb import ContinuousBatchingGenerator
+from lfm2_cb.engine.config import EngineConfig
 from lfm2_cb.hf import manager as manager_module
 from lfm2_cb.hf.manager import Lfm2CbManager
 from lfm2_cb.hf.manager_config import HONOURED, INERT, REFUSED, Lfm2CbBatchingConfig
@@ -466,6 +467,21 @@ def test_options_of_our_generator_go_with_our_config(model, stock):
     for wrong, message in (({"cache_dtype": "int3"}, "cache_dtype"), ({"kernels": "fast"}, "kernels")):
         with pytest.raises(ValueError, match=message):
             engine(**wrong)
+    for wrong in (5, 0, -1, "half"):
+        with pytest.raises(ValueError, match=r"max_memory_percent is a share"):
+            engine(max_memory_percent=wrong)
+    options = EngineConfig(
+        max_batch_tokens=100,
+        max_sequences=3,
+        cache_memory="3MiB",
+        block_size=256,
+        prefix_caching=False,
+        kernels="torch",
+    )
+    manager = model.init_continuous_batching(GREEDY, Lfm2CbBatchingConfig.from_engine(options))
+    manager.warmup()
+    assert manager.batch_processor.engine.config == options
+    assert engine(num_blocks=5, cache_memory="1GiB").plan.num_blocks == 5
     config = Lfm2CbBatchingConfig(drafting="auto", kernels="torch")
     answers = model.generate_batch(PROMPTS[:2], GREEDY, config)
     assert tokens(answers) == tokens(model.generate_batch(PROMPTS[:2], GREEDY))
