@@ -5,7 +5,7 @@
 // sequence alone, so neither its batch mates nor the number of threads changes a bit of the result. Within an item an
 // online softmax goes over the keys (Milakov & Gimelshein, arXiv 1805.02867); the spans of a long sequence are merged
 // by their sums of exponentials, as in flash decoding (Dao et al., 2023). Everything is accumulated in fp32.
-#include "simd.h"
+#include "core/simd.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>

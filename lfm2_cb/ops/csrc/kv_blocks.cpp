@@ -1,6 +1,6 @@
 // Keys or values on their way into the cache's blocks, as they are or rounded to 8 bits with a scale a row
-// (ops/kv_blocks.py has the layout and the torch reference, of which this gives the same bits).
-#include "simd.h"
+// (ops/attention/kv_blocks.py has the layout and the torch reference, of which this gives the same bits).
+#include "core/simd.h"
 
 namespace {
 

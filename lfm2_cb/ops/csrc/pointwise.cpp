@@ -1,5 +1,5 @@
 // What a layer does to each token by itself, and the short convolution: one pass over memory each, sums in fp32.
-#include "simd.h"
+#include "core/simd.h"
 
 namespace {
 

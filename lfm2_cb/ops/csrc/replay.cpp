@@ -1,5 +1,5 @@
-// A list of kernels run one after another, with the arguments that they were once called with (ops/tape.py).
-#include "simd.h"
+// A list of kernels run one after another, with the arguments that they were once called with (ops/native/captured_graph.py).
+#include "core/simd.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // Choosing tokens from logits [rows, size], each row by one thread, without sorting them.
-#include "simd.h"
+#include "core/simd.h"
 
 namespace {
 

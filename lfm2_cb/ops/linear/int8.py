@@ -2,8 +2,8 @@
 
 Both are symmetric and calibration-free. Decoding is bound by the bytes of the weights that a step reads, and batches
 by how many products a processor makes: so weights are stored as the kernels read them, in place, and inputs are
-rounded to what the processors' instructions multiply (csrc/int8.h). Scales of weights are numbers that bfloat16 holds
-exactly, so no cast between fp32 and bf16 changes what a model says.
+rounded to what the processors' instructions multiply (csrc/linear/int8.h). Scales of weights are numbers that bfloat16
+holds exactly, so no cast between fp32 and bf16 changes what a model says.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from ..native.library import NativeKernels
 
 #: output features whose weights lie together, four inputs of each after another; inputs that share a scale; and what
-#: inputs are padded to. PANEL and GROUP in csrc/int8.h
+#: inputs are padded to. PANEL and GROUP in csrc/linear/int8.h
 PANEL, GROUP, PADDED = 16, 128, 64
 #: the most that the sum of the positive weights of four inputs may be, and that of the negative ones. Such sums of
 #: products are of 16 bits on processors without VNNI, and inputs are stored as 1 ... 255: 128 * 255 < 2^15.
@@ -94,7 +94,7 @@ def quantize_inputs(x: torch.Tensor) -> torch.Tensor:
 def native_linear_int8(
     native: NativeKernels, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`quantize_inputs(x) @ weights.T + bias` for fp32 or bf16 x, summed in integers (csrc/int8.cpp).
+    """`quantize_inputs(x) @ weights.T + bias` for fp32 or bf16 x, summed in integers (csrc/linear/int8.cpp).
 
     A row's result does not depend on the rows beside it, nor on the instruction set (but for "plain").
     """
@@ -104,7 +104,7 @@ def native_linear_int8(
 def matrix_linear_int8(
     native: NativeKernels, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The same, to the bit, by the processor's matrix units (csrc/amx_int8.cpp); without these, by their emulation."""
+    """The same, to the bit, by the processor's matrix units (csrc/linear/amx_int8.cpp); without them, emulated."""
     return _call("amx_linear_int8", native, x, weights, bias)
 
 

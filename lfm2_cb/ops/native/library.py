@@ -1,8 +1,8 @@
 """The native kernels: C++ in `ops/csrc`, compiled on first use for every instruction set, and kept.
 
-Every `csrc/*.cpp` is compiled once per entry of `ISAS` (of those in `ADDITIONS`, what they add) and all of it linked
-into one library. It includes no torch header: a kernel is a C function of pointers, `int64_t`, `double` and, last, the
-number of threads, declared with `KERNEL(name)` from `csrc/simd.h`. So a build takes seconds, needs nothing but a C++
+Every source is compiled once per entry of `ISAS`, but as `ADDITIONS` and `EMULATED` say, and all of it linked into one
+library. It includes no torch header: a kernel is a C function of pointers, `int64_t`, `double` and, last, the number
+of threads, declared with `KERNEL(name)` from `csrc/core/simd.h`. So a build takes seconds, needs nothing but a C++
 compiler, and outlives no ABI. Which instruction set is used is decided when the library is loaded, by what the
 processor has.
 """
@@ -47,20 +47,25 @@ ISAS: Mapping[str, tuple[str, ...]] = (
     {
         "plain": (),
         "avx2": AVX2,
-        "avxvnni": (*AVX2, "-mavxvnni"),  # multiplying integers and adding them in one operation: csrc/integers.h
+        "avxvnni": (*AVX2, "-mavxvnni"),  # multiplying integers and adding them in one operation: csrc/arch/x86/dot.h
         "avx512": AVX512,
         "vnni": (*AVX512, "-mavx512vnni"),  # the same
-        "amx": (*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # matrix units: csrc/amx.h
+        # matrix units: csrc/arch/x86/tiles.h
+        "amx": (*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
     }
     if platform.machine().lower() in ("x86_64", "amd64")
     else {"plain": ()}
 )
 #: an instruction set that adds to another: which, and the sources that are compiled for it; the rest is the other's
 ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "avxvnni": ("avx2", ("int8.cpp", "cpu.cpp")),
-    "vnni": ("avx512", ("int8.cpp", "cpu.cpp")),
-    "amx": ("vnni", ("amx.cpp", "amx_int8.cpp", "cpu.cpp")),
+    "avxvnni": ("avx2", ("int8.cpp", "features.cpp")),
+    "vnni": ("avx512", ("int8.cpp", "features.cpp")),
+    "amx": ("vnni", ("amx_bf16.cpp", "amx_int8.cpp", "features.cpp")),
 }
+#: sources that are of use for one instruction set alone; and those that have them too, by an emulation, so that they
+#: can be tested: without and with fused multiply-add
+EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx_bf16.cpp", "amx_int8.cpp")}
+EMULATORS = ("plain", "avx2")
 #: classes of arguments that go as they are
 PLAIN = frozenset((int, float, bool, type(None)))
 
@@ -118,10 +123,10 @@ class NativeKernels:
             return 0
 
     def _find(self, name: str) -> ctypes._NamedFuncPointer:
-        isa = self.isa
-        while isa in ADDITIONS and not hasattr(self._library, f"{name}_{isa}"):
-            isa = ADDITIONS[isa][0]
-        return getattr(self._library, f"{name}_{isa}")
+        for isa in reversed(list(ISAS)[: list(ISAS).index(self.isa) + 1]):  # a better one can do what the others can
+            if hasattr(self._library, f"{name}_{isa}"):
+                return getattr(self._library, f"{name}_{isa}")
+        raise AttributeError(f"the native library has no {name}")
 
 
 def _c_type(value: torch.Tensor | int | float | None) -> type:
@@ -252,9 +257,10 @@ def build(sources: Path = SOURCES, directory: Path | None = None) -> Path:
 
 
 def _key(sources: Path, compiler: str) -> str:
-    flags = repr((FLAGS, ISAS, ADDITIONS))
+    flags = repr((FLAGS, ISAS, ADDITIONS, EMULATED, EMULATORS))
     parts = [compiler, _run([compiler, "--version"]), torch.__version__, platform.machine(), _processor(), flags]
-    parts += [f"{path.name}\n{path.read_text('utf-8')}" for path in sorted(sources.iterdir()) if path.is_file()]
+    files = sorted(path for path in sources.rglob("*") if path.is_file())
+    parts += [f"{path.relative_to(sources)}\n{path.read_text('utf-8')}" for path in files]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -278,11 +284,10 @@ def _compile(compiler: str, sources: Path, scratch: Path) -> Path:
     _run([compiler, "-shared", *map(str, known.values()), "-o", str(scratch / "supported.so")])
     asked = ctypes.CDLL(str(scratch / "supported.so"))
     jobs = {
-        scratch / f"{source.stem}.{isa}.o": [compiler, *FLAGS, *ISAS[isa], f"-DISA={isa}", "-c", str(source)]
+        scratch / f"{source.stem}.{isa}.o": compile_command(compiler, isa, source, sources)
         for isa in known
         if getattr(asked, f"supported_{isa}")()
-        for source in sorted(sources.glob("*.cpp"))
-        if isa not in ADDITIONS or source.name in ADDITIONS[isa][1]
+        for source in sources_for(isa, sources)
     }
     commands = [[*command, "-o", str(target)] for target, command in jobs.items()]
     width = torch.get_num_threads()
@@ -294,13 +299,28 @@ def _compile(compiler: str, sources: Path, scratch: Path) -> Path:
     return library
 
 
+def compile_command(compiler: str, isa: str, source: Path, sources: Path = SOURCES) -> list[str]:
+    """What compiles a source for an instruction set, but for where it goes."""
+    return [compiler, *FLAGS, *ISAS[isa], "-I", str(sources), f"-DISA={isa}", "-c", str(source)]
+
+
+def sources_for(isa: str, sources: Path = SOURCES) -> list[Path]:
+    """Those of a folder that are compiled for an instruction set."""
+    emulated = {name for names in EMULATED.values() for name in names}
+    return [
+        source
+        for source in sorted(sources.rglob("*.cpp"))
+        if (source.name in ADDITIONS[isa][1] if isa in ADDITIONS else isa in EMULATORS or source.name not in emulated)
+    ]
+
+
 def _known_isas(compiler: str, scratch: Path) -> dict[str, Path]:
-    """The instruction sets that this compiler can be asked for, with what it makes of cpu.cpp."""
+    """The instruction sets that this compiler can be asked for, with what it makes of features.cpp."""
     known = {}
     for isa, flags in ISAS.items():
         target = scratch / f"supported.{isa}.o"
         try:
-            _run([compiler, *FLAGS, *flags, f"-DISA={isa}", "-c", str(SOURCES / "cpu.cpp"), "-o", str(target)])
+            _run([*compile_command(compiler, isa, SOURCES / "arch" / "features.cpp"), "-o", str(target)])
             known[isa] = target
         except NativeUnavailable as error:
             if not flags:

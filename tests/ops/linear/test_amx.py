@@ -176,7 +176,8 @@ def instructions(tmp_path_factory):
     if "amx" not in native._known_isas(compiler, folder):
         pytest.skip("the compiler knows no AMX")
     flags = [*native.FLAGS, *native.ISAS["avx2"], "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-DISA=amx"]
-    sources = str(native.SOURCES / "amx.cpp"), str(native.SOURCES / "amx_int8.cpp")
+    flags += ["-I", str(native.SOURCES)]
+    sources = [str(native.SOURCES / "linear" / name) for name in native.EMULATED["amx"]]
     native._run([compiler, *flags, "-shared", *sources, "-o", str(folder / "amx")])
     trap_source = Path(__file__).parent / "amx_trap.cpp"
     native._run([compiler, *flags, "-shared", str(trap_source), "-o", str(folder / "amx_trap")])
@@ -329,9 +330,8 @@ def test_the_check_sees_wrong_integers(isa):
 @pytest.mark.parametrize("flag", ["-mno-such-unit", "-Wa,--no-such-option"], ids=["compiler", "assembler"])
 def test_an_old_compiler_builds_without_them(flag, tmp_path, monkeypatch):
     monkeypatch.setattr(native, "ISAS", {"plain": (), "amx": (flag,)})
-    (tmp_path / "csrc").mkdir()
-    for name in ("cpu.cpp", "simd.h"):
-        (tmp_path / "csrc" / name).write_text((native.SOURCES / name).read_text())
+    for name in ("arch", "core"):
+        shutil.copytree(native.SOURCES / name, tmp_path / "csrc" / name)
     library = native.ctypes.CDLL(str(native.build(tmp_path / "csrc", tmp_path)))
     assert NativeKernels(library).supported == ("plain",)
 
@@ -339,13 +339,12 @@ def test_an_old_compiler_builds_without_them(flag, tmp_path, monkeypatch):
 @pytest.mark.skipif("amx" not in native.ISAS, reason="not x86")
 def test_what_this_processor_has_not_compiles_too(tmp_path):
     """The library holds what the processor has; the rest is compiled here, and not run."""
-    compiler, flags = torch.utils.cpp_extension.get_cxx_compiler(), [f for f in native.FLAGS if f != "-O3"]
+    compiler = torch.utils.cpp_extension.get_cxx_compiler()
     commands = [
-        [compiler, *flags, "-O1", *native.ISAS[isa], f"-DISA={isa}", "-c", str(source), "-o", str(tmp_path / "x.o")]
+        [*native.compile_command(compiler, isa, source), "-O1", "-o", str(tmp_path / "x.o")]
         for isa in native._known_isas(compiler, tmp_path)
         if isa not in native.load().supported
-        for source in sorted(native.SOURCES.glob("*.cpp"))
-        if isa not in native.ADDITIONS or source.name in native.ADDITIONS[isa][1]
+        for source in native.sources_for(isa)
     ]
     for command in commands:
         native._run(command)

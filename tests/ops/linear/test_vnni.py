@@ -36,8 +36,8 @@ def trap(tmp_path_factory):
     folder, compiler = tmp_path_factory.mktemp("vnni"), get_cxx_compiler()
     if "avxvnni" not in native._known_isas(compiler, folder):
         pytest.skip("the compiler knows no VNNI")
-    flags = [*native.FLAGS, *native.ISAS["avxvnni"], "-DISA=avxvnni", "-shared"]
-    for source in (native.SOURCES / "int8.cpp", Path(__file__).parent / "vnni_trap.cpp"):
+    flags = [*native.FLAGS, *native.ISAS["avxvnni"], "-I", str(native.SOURCES), "-DISA=avxvnni", "-shared"]
+    for source in (native.SOURCES / "linear" / "int8.cpp", Path(__file__).parent / "vnni_trap.cpp"):
         native._run([compiler, *flags, str(source), "-o", str(folder / source.stem)])
     yield ctypes.CDLL(str(folder / "vnni_trap")), Instructions(ctypes.CDLL(str(folder / "int8")))
 

@@ -1,4 +1,4 @@
-// What every kernel file includes. It is compiled once for each instruction set, with ISA=plain, avx2, avx512:
+// What every kernel file includes. It is compiled once for each instruction set, with ISA=plain, avx2, avx512, ...:
 // vectors are as wide as that one's registers, in the compiler's own vector types, so the code is written once.
 //
 // Everything but the kernels must be in an unnamed namespace (or static), and nothing may come out of the standard
@@ -22,6 +22,9 @@
 // REPLAYABLE(f), after the kernel f: it can also be called with its arguments in memory, as csrc/replay.cpp does.
 #define REPLAYABLE(name) \
     extern "C" void JOIN(replay_##name, ISA)(const Arg* args) { call_with(JOIN(name, ISA), args); }
+
+// Loops marked so are unrolled whole, so that their arrays are registers.
+#define UNROLLED _Pragma("GCC unroll 16")
 
 union Arg {
     void* pointer;
@@ -62,12 +65,6 @@ inline void call_with(void (*kernel)(T...), const Arg* args, std::index_sequence
 template <class... T>
 inline void call_with(void (*kernel)(T...), const Arg* args) {
     call_with(kernel, args, std::index_sequence_for<T...>());
-}
-
-// How many of `size` a task has: at most `most`, and such that every thread has as many tasks.
-inline int64_t even_share(int64_t size, int64_t threads, int64_t most) {
-    const int64_t tasks = (size + threads * most - 1) / (threads * most) * threads;
-    return (size + tasks - 1) / tasks;
 }
 
 inline vec load(const float* p) {

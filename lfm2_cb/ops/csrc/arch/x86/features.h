@@ -1,30 +1,25 @@
-// supported_<isa>(): whether this processor, and its operating system, have the instruction set. Compiled by itself
-// first, to ask; an old compiler, or its assembler, fails at it, and the instruction set is left out.
-#include "simd.h"
+// Which of the instruction sets that a source is compiled for an x86 processor has.
+#pragma once
 
 #if defined(__AMX_TILE__) || defined(__AVXVNNI__)
 #include <cpuid.h>
 #endif
-#if defined(__AVXVNNI__)
-namespace {
-
-bool processor_has_avx_vnni() {  // not every compiler's __builtin_cpu_supports knows it
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4)) != 0;
-}
-
-}  // namespace
-#endif
-
-#if defined(__AMX_TILE__)
-#if defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 namespace {
 
-// The tile registers, of the size that csrc/amx.h counts on, and their products of bf16 and int8.
+#if defined(__AVXVNNI__)
+bool processor_has_avx_vnni() {  // not every compiler's __builtin_cpu_supports knows it
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 4)) != 0;
+}
+#endif
+
+#if defined(__AMX_TILE__)
+// The tile registers, of the size that arch/tiles.h counts on, and their products of bf16 and int8.
 bool processor_has_amx() {
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
@@ -53,41 +48,45 @@ bool system_has_amx() {
     return false;
 #endif
 }
-
-}  // namespace
 #endif
 
-extern "C" int JOIN(supported, ISA)() {
-#if defined(__AVX512F__)
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-                        __builtin_cpu_supports("fma");
-#if defined(__AMX_TILE__)
-    return avx512 && __builtin_cpu_supports("avx512vnni") && processor_has_amx() && system_has_amx();
-#elif defined(__AVX512VNNI__)
-    return avx512 && __builtin_cpu_supports("avx512vnni");
-#else
-    return avx512;
+bool processor_supports_isa() {
+    bool all = true;
+#if defined(__AVX2__)
+    all = all && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #endif
-#elif defined(__AVX2__)
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #if defined(__AVXVNNI__)
-    return avx2 && processor_has_avx_vnni();
-#else
-    return avx2;
+    all = all && processor_has_avx_vnni();
 #endif
-#else
-    return 1;
+#if defined(__AVX512F__)
+    all = all && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #endif
+#if defined(__AVX512VNNI__)
+    all = all && __builtin_cpu_supports("avx512vnni");
+#endif
+#if defined(__AVX512BF16__)
+    all = all && __builtin_cpu_supports("avx512bf16");
+#endif
+#if defined(__AMX_TILE__)
+    all = all && processor_has_amx() && system_has_amx();
+#endif
+    return all;
 }
 
-// Never called: here an assembler fails that does not know the instructions.
-extern "C" void JOIN(probe, ISA)() {
+void probe_assembler() {
 #if defined(__AMX_TILE__)
     asm volatile("tilerelease");
-#elif defined(__AVX512VNNI__)
+#endif
+#if defined(__AVX512BF16__)
+    asm volatile("vdpbf16ps %zmm0, %zmm0, %zmm0");
+#endif
+#if defined(__AVX512VNNI__)
     asm volatile("vpdpbusd %zmm0, %zmm0, %zmm0");
-#elif defined(__AVXVNNI__)
+#endif
+#if defined(__AVXVNNI__)
     asm volatile("{vex} vpdpbusd %ymm0, %ymm0, %ymm0");
 #endif
 }
+
+}  // namespace

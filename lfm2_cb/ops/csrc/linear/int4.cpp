@@ -1,4 +1,4 @@
-// x @ W.T for weights of 4 bits, a scale for 32 (ops/int4.py has the layout and the torch reference).
+// x @ W.T for weights of 4 bits, a scale for 32 (ops/linear/int4.py has the layout and the torch reference).
 //
 // The arithmetic is the same on every processor. Each row of x is rounded to 15 bits in chunks of 1024 inputs, finer
 // than the weights by far, and a group's products are summed in 32-bit integers. So a row's result depends neither on
@@ -7,7 +7,9 @@
 // A thread takes PANEL outputs of a block of rows. A tile of a few rows stays in the first-level cache while a chunk of
 // the panel's weights passes by, one or two outputs at a time, whose sums are in registers; the panel comes from the
 // second-level cache for the next tiles, and the weights that come next are asked for meanwhile.
-#include "rounding.h"
+#include "core/epilogue.h"
+#include "core/prefetch.h"
+#include "core/rounding.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -22,11 +24,6 @@ constexpr int64_t CHUNK_BYTES = CHUNK / 2;
 constexpr int64_t PANEL = 32;      // outputs: 16 KB of weights a chunk
 constexpr int ROWS = 4;            // of a tile: what the registers of AVX2 hold
 constexpr int64_t ROW_BLOCK = 96;  // rows: 192 KB of inputs a chunk, for the second-level cache
-
-int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// Loops marked so are unrolled whole, so that their arrays are registers.
-#define UNROLLED _Pragma("GCC unroll 16")
 
 constexpr int fours(int n) { return (n + 3) / 4 * 4; }
 
@@ -80,7 +77,7 @@ inline vec4 sum_each4(const vec4* v) {
 template <int TILE_ROWS, int OUTS>
 inline void multiply(const int16_t* x, const char* weights, int64_t stride, int64_t length, const float* group_scales,
                      float* sums) {
-    const int64_t groups = (length + 2 * GROUP - 1) / (2 * GROUP) * 2;
+    const int64_t groups = ceil_div(length, 2 * GROUP) * 2;
     vec8 acc[OUTS][TILE_ROWS] = {};
     for (int64_t g = 0; g < groups; g += 2)
         UNROLLED for (int o = 0; o < OUTS; o++) {
@@ -111,96 +108,71 @@ struct Problem {
     const float* input_scales;  // [chunks][rows]
     int64_t rows, width, outputs, chunks, groups, stride;
 
-    int64_t length(int64_t chunk) const { return smaller(width - chunk * CHUNK, CHUNK); }
+    int64_t length(int64_t chunk) const { return min(width - chunk * CHUNK, CHUNK); }
 };
 
 // Weights to ask for: `bytes` of each of a panel's outputs. The processor does not see such short runs coming, and
-// would wait for each. Asking beyond the end does no harm.
-struct Ahead {
+// would wait for each.
+struct NextWeights {
     const char* weights;
     int64_t bytes;
 
-    void ask(int64_t stride, int64_t output) const {
-        for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(weights + output * stride + i);
-    }
+    void prefetch(int64_t stride, int64_t output) const { prefetch_lines(weights + output * stride, bytes); }
 };
 
 // The sums of TILE_ROWS rows and a panel's outputs over a chunk: [TILE_ROWS][PANEL].
 template <int TILE_ROWS, int OUTS>
 void multiply_panel(const Problem& p, const int16_t* x, const char* weights, int64_t outputs, int64_t length,
-                    const float* group_scales, Ahead ahead, float* sums) {
+                    const float* group_scales, NextWeights next, float* sums) {
     int64_t o = 0;
     for (; o + OUTS <= outputs; o += OUTS) {
-        for (int64_t j = 0; j < OUTS; j++) ahead.ask(p.stride, o + j);
+        for (int64_t j = 0; j < OUTS; j++) next.prefetch(p.stride, o + j);
         multiply<TILE_ROWS, OUTS>(x, weights + o * p.stride, p.stride, length, group_scales + o * MAX_GROUPS, sums + o);
     }
     if (o < outputs)
         multiply<TILE_ROWS, 1>(x, weights + o * p.stride, p.stride, length, group_scales + o * MAX_GROUPS, sums + o);
 }
 
-template <int OUTS>
-void multiply_rows(int64_t rows, const Problem& p, const int16_t* x, const char* weights, int64_t outputs,
-                   int64_t length, const float* scales, Ahead ahead, float* sums) {
-    switch (rows) {
-        case 1: return multiply_panel<1, OUTS>(p, x, weights, outputs, length, scales, ahead, sums);
-        case 2: return multiply_panel<2, OUTS>(p, x, weights, outputs, length, scales, ahead, sums);
-        case 3: return multiply_panel<3, OUTS>(p, x, weights, outputs, length, scales, ahead, sums);
-        case 4: return multiply_panel<4, OUTS>(p, x, weights, outputs, length, scales, ahead, sums);
-    }
-}
-
-// out = acc [rows][PANEL] + bias, where there is one, for `outputs` from `output` on.
-template <class T>
-void store_block(const float (*acc)[PANEL], const T* bias, T* out, int64_t stride, int64_t rows, int64_t output,
-                 int64_t outputs) {
-    float addends[PANEL] = {};
-    for (int64_t o = 0; bias && o < outputs; o++) addends[o] = to_float(bias[output + o]);
-    for (int64_t r = 0; r < rows; r++) {
-        T* to = out + r * stride + output;
-        int64_t o = 0;
-        for (; o + W <= outputs; o += W) store(to + o, load(acc[r] + o) + load(addends + o));
-        for (; o < outputs; o++) assign(to + o, acc[r][o] + addends[o]);
-    }
-}
-
 // out[row ... row + rows][output ... output + outputs], of at most ROW_BLOCK rows and PANEL outputs.
-template <class T>
-void compute_block(const Problem& p, const T* bias, T* out, int64_t row, int64_t rows, int64_t output,
+template <class Epilogue>
+void compute_block(const Problem& p, const Epilogue& epilogue, int64_t row, int64_t rows, int64_t output,
                    int64_t outputs) {
     float acc[ROW_BLOCK][PANEL], group_scales[PANEL][MAX_GROUPS];
     memset(acc, 0, rows * sizeof acc[0]);
 
-    const int64_t tiles = (rows + ROWS - 1) / ROWS;
+    const int64_t tiles = ceil_div(rows, ROWS);
     for (int64_t chunk = 0; chunk < p.chunks; chunk++) {
         const char* weights = p.weights + output * p.stride + chunk * CHUNK_BYTES;
         for (int64_t o = 0; o < outputs; o++) {
             const bf16* from = p.group_scales + (output + o) * p.groups + chunk * MAX_GROUPS;
-            for (int64_t g = 0; g < smaller(p.groups - chunk * MAX_GROUPS, MAX_GROUPS); g++)
+            for (int64_t g = 0; g < min(p.groups - chunk * MAX_GROUPS, MAX_GROUPS); g++)
                 group_scales[o][g] = to_float(from[g]);
         }
         // One tile asks for weights a few outputs further on; many, each for its part of the next chunk or panel.
-        Ahead ahead = {weights + 2 * p.stride, smaller(CHUNK_BYTES, p.stride - chunk * CHUNK_BYTES)};
+        NextWeights next = {weights + 2 * p.stride, min(CHUNK_BYTES, p.stride - chunk * CHUNK_BYTES)};
         if (tiles > 1) {
             const bool last = chunk + 1 == p.chunks;
             const int64_t begin = last ? 0 : (chunk + 1) * CHUNK_BYTES;
-            const int64_t lines = (smaller(CHUNK_BYTES, p.stride - begin) + 63) / 64;
-            ahead = {p.weights + (output + (last ? PANEL : 0)) * p.stride + begin, (lines + tiles - 1) / tiles * 64};
+            const int64_t lines = ceil_div(min(CHUNK_BYTES, p.stride - begin), LINE);
+            next = {p.weights + (output + (last ? PANEL : 0)) * p.stride + begin, ceil_div(lines, tiles) * LINE};
         }
-        for (int64_t done = 0, tile_rows; done < rows; done += tile_rows, ahead.weights += ahead.bytes) {
-            const int64_t left = rows - done, tiles_left = (left + ROWS - 1) / ROWS;
-            tile_rows = (left + tiles_left - 1) / tiles_left;  // 7 rows are 4 + 3 rather than 6 + 1
+        for_each_tile({0, rows}, ROWS, [&](int64_t done, int64_t tile_rows) {
             const int64_t i = chunk * p.rows + row + done;
+            const int16_t* x = p.inputs + i * CHUNK;
             float sums[ROWS][PANEL];
             // Memory is read fastest one output after another; two at a time take fewer loads of x.
-            auto multiply = tiles == 1 ? multiply_rows<1> : multiply_rows<2>;
-            multiply(tile_rows, p, p.inputs + i * CHUNK, weights, outputs, p.length(chunk), group_scales[0], ahead,
-                     sums[0]);
+            with_constant<ROWS>(tile_rows, [&](auto count) {
+                constexpr int n = decltype(count)::value;
+                auto multiply = tiles == 1 ? multiply_panel<n, 1> : multiply_panel<n, 2>;
+                multiply(p, x, weights, outputs, p.length(chunk), group_scales[0], next, sums[0]);
+            });
             for (int64_t r = 0; r < tile_rows; r++)
                 for (int64_t o = 0; o < PANEL; o += W)
                     store(acc[done + r] + o, load(acc[done + r] + o) + load(sums[r] + o) * p.input_scales[i + r]);
-        }
+            next.weights += next.bytes;
+        });
     }
-    store_block(acc, bias, out + row * p.outputs, p.outputs, rows, output, outputs);
+    for (int64_t r = 0; r < rows; r++) epilogue(row + r, output, acc[r], outputs);
 }
 
 template <class T>
@@ -208,8 +180,8 @@ void linear(Problem p, const void* x, const void* bias, void* out, int16_t* inpu
             int64_t threads) {
     p.inputs = inputs;
     p.input_scales = input_scales;
-    p.chunks = (p.width + CHUNK - 1) / CHUNK;
-    const int64_t panels = (p.outputs + PANEL - 1) / PANEL, blocks = (p.rows + ROW_BLOCK - 1) / ROW_BLOCK;
+    p.chunks = ceil_div(p.width, CHUNK);
+    const int64_t panels = ceil_div(p.outputs, PANEL), blocks = ceil_div(p.rows, ROW_BLOCK);
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
@@ -221,8 +193,8 @@ void linear(Problem p, const void* x, const void* bias, void* out, int16_t* inpu
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < blocks * panels; i++) {
             const int64_t row = i / panels * ROW_BLOCK, output = i % panels * PANEL;
-            compute_block(p, (const T*)bias, (T*)out, row, smaller(p.rows - row, ROW_BLOCK), output,
-                          smaller(p.outputs - output, PANEL));
+            compute_block(p, AddBias<T>{(T*)out, (const T*)bias, p.outputs}, row, min(p.rows - row, ROW_BLOCK), output,
+                          min(p.outputs - output, PANEL));
         }
     }
 }
@@ -235,7 +207,7 @@ void linear(Problem p, const void* x, const void* bias, void* out, int16_t* inpu
 KERNEL(linear_int4)(const void* x, int64_t is_bf16, const uint8_t* weights, const bf16* scales, const void* bias,
                     int16_t* inputs, float* input_scales, void* out, int64_t rows, int64_t width, int64_t outputs,
                     int64_t threads) {
-    const int64_t groups = (width + 2 * GROUP - 1) / (2 * GROUP) * 2;
+    const int64_t groups = ceil_div(width, 2 * GROUP) * 2;
     Problem p = {(const char*)weights, scales, nullptr, nullptr, rows, width, outputs, 0, groups, groups * 16};
     if (is_bf16)
         linear<bf16>(p, x, bias, out, inputs, input_scales, threads);

@@ -1,9 +1,10 @@
 // x @ weight.T (+ bias) for few rows of x: the weights are read once, from where they are, at the memory's speed.
 //
-// A thread takes up to TASK outputs, a few at a time for all rows. Rows are taken in tiles, each loaded weight being used for
-// the whole tile; the next tile finds the weights in the first cache. What comes between two tiles is kept short and
-// without branches, as the processor asks for no further weights meanwhile.
-#include "simd.h"
+// A thread takes up to TASK outputs, a few at a time for all rows. Rows are taken in tiles, each loaded weight being
+// used for the whole tile; the next tile finds the weights in the first cache. What comes between two tiles is kept short
+// and without branches, as the processor asks for no further weights meanwhile.
+#include "core/epilogue.h"
+#include "core/tiling.h"
 
 namespace {
 
@@ -35,9 +36,6 @@ inline void multiply_add(vec& acc, vec a, vec b) {
 #endif
 }
 
-// Loops marked so are unrolled whole, so that their arrays are registers.
-#define UNROLLED _Pragma("GCC unroll 16")
-
 template <class T>
 int64_t whole_blocks(int64_t in) {
     return in / BLOCK<T> * BLOCK<T>;
@@ -53,17 +51,18 @@ void order_inputs(const T* x, int64_t in, float* to) {
         for (int p = 0; p < PARTS<T>; p++) store(to + k + p * W, load_part(k < whole ? x + k : rest, p));
 }
 
-template <class T>
+template <class T, class Epilogue>
 struct Linear {
     const float* x;  // [rows, stride], ordered
-    const T *w, *bias;
-    T* out;
+    const T* w;
     int64_t rows, in, outputs, stride;
+    Epilogue epilogue;
 };
 
 // Sums of `rows` rows from `row` on, and of the outputs `output`, `output + apart`, ...: to sums[row][0, apart, ...].
-template <int rows, int outputs, class T>
-inline void tile(const Linear<T>& l, int64_t row, int64_t output, int64_t apart, float* sums) {
+template <int rows, int outputs, class T, class Epilogue>
+inline void tile(const Linear<T, Epilogue>& l, int64_t row, int64_t output, int64_t apart,
+                 float* sums) {
     // Few sums would wait for each other: then the parts of a block have their own.
     constexpr int PART_SUMS = rows * outputs * PARTS<T> <= 8 ? PARTS<T> : 1;
     const float* x = l.x + row * l.stride;
@@ -100,8 +99,9 @@ inline void tile(const Linear<T>& l, int64_t row, int64_t output, int64_t apart,
 }
 
 // The same for `count` rows: `rows` of them, and the others, as many or one fewer, where there are any.
-template <int rows, int outputs, class T>
-inline void all_rows(const Linear<T>& l, int64_t row, int64_t count, int64_t output, int64_t apart, float* sums) {
+template <int rows, int outputs, class T, class Epilogue>
+inline void all_rows(const Linear<T, Epilogue>& l, int64_t row, int64_t count, int64_t output,
+                     int64_t apart, float* sums) {
     tile<rows, outputs>(l, row, output, apart, sums);
     if (count == 2 * rows) tile<rows, outputs>(l, row + rows, output, apart, sums + rows * TASK);
     if constexpr (rows > 1)
@@ -110,33 +110,26 @@ inline void all_rows(const Linear<T>& l, int64_t row, int64_t count, int64_t out
 }
 
 // Outputs begin ... end as `most` runs side by side, so that each is read on and on, as the processor foresees.
-template <int rows, int most, class T>
-void all_outputs(const Linear<T>& l, int64_t row, int64_t count, int64_t begin, int64_t end) {
+template <int rows, int most, class T, class Epilogue>
+void all_outputs(const Linear<T, Epilogue>& l, int64_t row, int64_t count, int64_t begin, int64_t end) {
     float sums[PASS][TASK];
     const int64_t apart = (end - begin) / most;
     for (int64_t i = 0; i < apart; i++) all_rows<rows, most>(l, row, count, begin + i, apart, sums[0] + i);
     for (int64_t o = begin + apart * most; o < end; o++) all_rows<rows, 1>(l, row, count, o, 0, sums[0] + o - begin);
-    for (int64_t r = 0; r < count; r++) {
-        T* out = l.out + (row + r) * l.outputs;
-        int64_t o = begin;
-        for (; o + W <= end; o += W)
-            store(out + o, load(sums[r] + o - begin) + (l.bias ? load(l.bias + o) : vec{}));
-        for (; o < end; o++) assign(out + o, sums[r][o - begin] + (l.bias ? to_float(l.bias[o]) : 0.0f));
-    }
+    for (int64_t r = 0; r < count; r++) l.epilogue(row + r, begin, sums[r], end - begin);
 }
 
-template <class T>
-void outputs_of(const Linear<T>& l, int64_t begin, int64_t end) {
+// What the registers hold the sums of.
+constexpr int runs_beside(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 3 : 2; }
+
+template <class T, class Epilogue>
+void outputs_of(const Linear<T, Epilogue>& l, int64_t begin, int64_t end) {
     for (int64_t row = 0; row < l.rows; row += PASS) {
-        const int64_t count = l.rows - row < PASS ? l.rows - row : PASS;
-        switch (count <= MOST ? count : (count + 1) / 2) {  // 7 rows are 4 + 3 rather than 6 + 1
-            case 1: all_outputs<1, 4>(l, row, count, begin, end); break;
-            case 2: all_outputs<2, 4>(l, row, count, begin, end); break;
-            case 3: all_outputs<3, 3>(l, row, count, begin, end); break;
-            case 4: all_outputs<4, 3>(l, row, count, begin, end); break;
-            case 5: all_outputs<5, 2>(l, row, count, begin, end); break;
-            default: all_outputs<6, 2>(l, row, count, begin, end);
-        }
+        const int64_t count = min(l.rows - row, PASS);
+        with_constant<MOST>(count <= MOST ? count : ceil_div(count, 2), [&](auto rows) {  // 7 rows are 4 + 3
+            constexpr int n = decltype(rows)::value;
+            all_outputs<n, runs_beside(n)>(l, row, count, begin, end);
+        });
     }
 }
 
@@ -145,11 +138,11 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t rows, int64_t
     const int64_t stride = (in + 31) / 16 * 16;  // rows that are a power of 2 apart would fight for the first cache
     float* ordered = (float*)aligned_alloc(64, rows * stride * sizeof(float));
     for (int64_t r = 0; r < rows; r++) order_inputs(x + r * in, in, ordered + r * stride);
-    const Linear<T> l = {ordered, w, bias, out, rows, in, outputs, stride};
+    const AddBias<T> epilogue = {out, bias, outputs};
+    const Linear<T, AddBias<T>> l = {ordered, w, rows, in, outputs, stride, epilogue};
     const int64_t share = even_share(outputs, threads, TASK);
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t begin = 0; begin < outputs; begin += share)
-        outputs_of(l, begin, begin + share < outputs ? begin + share : outputs);
+    for (int64_t begin = 0; begin < outputs; begin += share) outputs_of(l, begin, min(begin + share, outputs));
     free(ordered);
 }
 

@@ -1,7 +1,7 @@
 // Inputs rounded to integers, by the largest of some that share a scale.
 #pragma once
 
-#include "simd.h"
+#include "core/simd.h"
 
 namespace {
 

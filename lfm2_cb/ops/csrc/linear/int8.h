@@ -1,4 +1,4 @@
-// x @ W.T for weights of 8 bits (ops/int8.py has their layout and the torch reference): what the kernels share.
+// x @ W.T for weights of 8 bits (ops/linear/int8.py has their layout and the torch reference): what the kernels share.
 //
 // The arithmetic is the same on every processor. Inputs are rounded to 8 bits, GROUP of a row by a scale of their own;
 // a group's products are summed in 32-bit integers, where nothing overflows and no order matters, and the groups one
@@ -8,8 +8,9 @@
 // sums, ZERO times the sum of the group's weights, is what they start from, taken off.
 #pragma once
 
-#include "ahead.h"
-#include "rounding.h"
+#include "core/epilogue.h"
+#include "core/prefetch.h"
+#include "core/rounding.h"
 
 namespace {
 
@@ -27,39 +28,30 @@ inline ivec zeros_of(const int16_t* sums) {
 }
 
 // T: float or bf16.
-template <class T>
+template <class T, class Epilogue>
 struct Product {
-    const T* x;              // [rows][width]
-    const int8_t* weights;   // [panels][padded / 4][PANEL][4]
-    const int16_t* sums;     // [panels][groups][PANEL], of the weights
-    const T *scales, *bias;  // [outputs]; bias may be null
-    T* out;                  // [rows][outputs]
+    const T* x;             // [rows][width]
+    const int8_t* weights;  // [panels][padded / 4][PANEL][4]
+    const int16_t* sums;    // [panels][groups][PANEL], of the weights
     int64_t rows, width, outputs;
     uint8_t* inputs;      // [rows][padded]
     float* input_scales;  // [rows][groups]
+    Epilogue epilogue;
 
-    int64_t padded() const { return ratio_up(width, 64) * 64; }
-    int64_t groups() const { return ratio_up(width, GROUP); }
-    int64_t panels() const { return ratio_up(outputs, PANEL); }
+    int64_t padded() const { return round_up(width, 64); }
+    int64_t groups() const { return ceil_div(width, GROUP); }
+    int64_t panels() const { return ceil_div(outputs, PANEL); }
 
     // Task 0 ... rows * groups
     void round(int64_t task) const {
         const int64_t row = task / groups(), begin = task % groups() * GROUP;
-        input_scales[task] = round_inputs(x + row * width + begin, smaller(GROUP, width - begin),
-                                          smaller(GROUP, padded() - begin), 127.0f, ZERO, inputs + row * padded() + begin);
+        input_scales[task] = round_inputs(x + row * width + begin, min(GROUP, width - begin),
+                                          min(GROUP, padded() - begin), 127.0f, ZERO, inputs + row * padded() + begin);
     }
 
     // Of a panel's outputs in one row, from the sums of all groups [PANEL].
-    void finish(int64_t row, int64_t panel, const float* sums) const {
-        const int64_t begin = panel * PANEL, end = smaller(begin + PANEL, outputs);
-        T* to = out + row * outputs;
-        int64_t o = begin;
-        for (; o + W <= end; o += W) {
-            const vec addend = bias ? load(bias + o) : vec{};
-            store(to + o, load(sums + o - begin) * load(scales + o) + addend);
-        }
-        for (; o < end; o++)
-            assign(to + o, sums[o - begin] * to_float(scales[o]) + (bias ? to_float(bias[o]) : 0.0f));
+    void finish(int64_t row, int64_t panel, const float* totals) const {
+        epilogue(row, panel * PANEL, totals, min(PANEL, outputs - panel * PANEL));
     }
 };
 
@@ -70,8 +62,9 @@ void with_product(const void* x, bool is_bf16, const int8_t* weights, const int1
                   int64_t outputs, Compute compute) {
     auto start = [&](auto* typed) {
         using T = std::remove_pointer_t<decltype(typed)>;
-        compute(Product<T>{(const T*)x, weights, sums, (const T*)scales, (const T*)bias, (T*)out, rows, width,
-                           outputs, inputs, input_scales});
+        const ScaleAndAddBias<T> epilogue = {(T*)out, (const T*)scales, (const T*)bias, outputs};
+        compute(Product<T, ScaleAndAddBias<T>>{(const T*)x, weights, sums, rows, width, outputs, inputs, input_scales,
+                                               epilogue});
     };
     is_bf16 ? start((bf16*)nullptr) : start((float*)nullptr);
 }

@@ -1,12 +1,12 @@
-// x @ W.T for weights of 8 bits, by vectors: csrc/int8.h has the arithmetic.
+// x @ W.T for weights of 8 bits, by vectors: csrc/linear/int8.h has the arithmetic.
 //
 // A vector's lanes are outputs, so weights are loaded as they lie, four inputs of all lanes at a time, and the inputs
 // are broadcast; nothing is summed across lanes. A tile of a few rows and one panel, whose sums are in registers, goes
 // through all inputs. Of few rows, memory is waited for, and is read fastest in several runs side by side: a tile is
 // then of several panels. Of many, the panel is in the cache for the next tiles, and the panel that comes next is asked
 // for meanwhile.
-#include "int8.h"
-#include "integers.h"
+#include "arch/dot.h"
+#include "linear/int8.h"
 
 namespace {
 
@@ -15,13 +15,10 @@ constexpr int ROWS = 10 / VECTORS;  // of a tile: its sums are ten registers, of
 constexpr int64_t ROW_BLOCK = 80;   // rows whose inputs the second-level cache holds
 constexpr int64_t AHEAD = 2048;     // bytes asked for where memory is waited for
 
-// Loops marked so are unrolled whole, so that their arrays are registers.
-#define UNROLLED _Pragma("GCC unroll 16")
-
-// A tile of TILE_ROWS rows and of panels `panel`, `panel + apart`, ... Without `ahead` it asks for
-// its own weights; of one row the processor foresees them better.
-template <int TILE_ROWS, int PANELS, class T>
-void compute_tile(const Product<T>& p, int64_t row, int64_t panel, int64_t apart, Ahead* ahead) {
+// A tile of TILE_ROWS rows and of panels `panel`, `panel + apart`, ... Without a prefetcher it asks for its own weights;
+// of one row the processor foresees them better.
+template <int TILE_ROWS, int PANELS, class Product>
+void compute_tile(const Product& p, int64_t row, int64_t panel, int64_t apart, Prefetcher* prefetcher) {
     constexpr int ALL = PANELS * VECTORS;
     const int64_t padded = p.padded(), groups = p.groups();
     const uint8_t* x = p.inputs + row * padded;
@@ -30,14 +27,14 @@ void compute_tile(const Product<T>& p, int64_t row, int64_t panel, int64_t apart
     const float* scales = p.input_scales + row * groups;
     float totals[TILE_ROWS][PANELS][PANEL] = {};
     for (int64_t g = 0; g < groups; g++) {
-        if (ahead) ahead->ask();
+        if (prefetcher) prefetcher->step();
         Sums acc[TILE_ROWS][ALL];
         UNROLLED for (int v = 0; v < ALL; v++) {
             const int64_t from = v / VECTORS * apart * groups * PANEL + g * PANEL + v % VECTORS * W;
             UNROLLED for (int r = 0; r < TILE_ROWS; r++) acc[r][v] = zeros_of(sums + from);
         }
-        for (int64_t k = g * GROUP, last = smaller(k + GROUP, padded); k < last; k += 8) {
-            if (TILE_ROWS > 1 && !ahead)
+        for (int64_t k = g * GROUP, last = min(k + GROUP, padded); k < last; k += 8) {
+            if (TILE_ROWS > 1 && !prefetcher)
                 UNROLLED for (int j = 0; j < PANELS; j++) {
                     const int8_t* later = w + j * apart * PANEL * padded + k * PANEL + AHEAD / PANELS;
                     __builtin_prefetch(later);
@@ -61,61 +58,51 @@ void compute_tile(const Product<T>& p, int64_t row, int64_t panel, int64_t apart
         for (int j = 0; j < PANELS; j++) p.finish(row + r, panel + j * apart, totals[r][j]);
 }
 
-// All rows, at most ROWS, and panels begin ... end.
-template <int TILE_ROWS, int PANELS, class T>
-void compute_runs(const Product<T>& p, int64_t begin, int64_t end) {
-    const int64_t apart = (end - begin) / PANELS;
-    for (int64_t i = 0; i < apart; i++) compute_tile<TILE_ROWS, PANELS>(p, 0, begin + i, apart, nullptr);
-    for (int64_t i = begin + apart * PANELS; i < end; i++) compute_tile<TILE_ROWS, 1>(p, 0, i, 0, nullptr);
+// All rows, at most ROWS, and some of the panels.
+template <int TILE_ROWS, int PANELS, class Product>
+void compute_runs(const Product& p, Range panels) {
+    const int64_t apart = panels.size() / PANELS;
+    for (int64_t i = 0; i < apart; i++)
+        compute_tile<TILE_ROWS, PANELS>(p, 0, panels.begin + i, apart, nullptr);
+    for (int64_t i = panels.begin + apart * PANELS; i < panels.end; i++)
+        compute_tile<TILE_ROWS, 1>(p, 0, i, 0, nullptr);
 }
 
 // How many panels fill a tile of few rows.
 constexpr int panels_beside(int rows) { return rows * VECTORS > 8 ? 1 : 8 / (rows * VECTORS); }
 
-template <int MOST = ROWS, class T>
-void compute_few_rows(const Product<T>& p, int64_t begin, int64_t end) {
-    if (p.rows == MOST)
-        compute_runs<MOST, panels_beside(MOST)>(p, begin, end);
-    else if constexpr (MOST > 1)
-        compute_few_rows<MOST - 1>(p, begin, end);
-}
-
-template <int MOST = ROWS, class T>
-void compute_rows(int64_t rows, const Product<T>& p, int64_t row, int64_t panel, Ahead& ahead) {
-    if (rows == MOST)
-        compute_tile<MOST, 1>(p, row, panel, 0, &ahead);
-    else if constexpr (MOST > 1)
-        compute_rows<MOST - 1>(rows, p, row, panel, ahead);
-}
-
-// One panel for rows begin ... end.
-template <class T>
-void compute_panel(const Product<T>& p, int64_t begin, int64_t end, int64_t panel) {
-    const int64_t bytes = PANEL * p.padded(), tiles = ratio_up(end - begin, ROWS);
+// One panel for some rows.
+template <class Product>
+void compute_panel(const Product& p, Range rows, int64_t panel) {
+    const int64_t bytes = PANEL * p.padded(), tiles = ceil_div(rows.size(), ROWS);
     const char* next = (const char*)p.weights + (panel + 1) % p.panels() * bytes;
-    Ahead ahead = {next, next + bytes, ratio_up(bytes, Ahead::LINE * tiles * p.groups())};
-    for (int64_t row = begin, left = tiles, rows; row < end; row += rows, left--) {
-        rows = ratio_up(end - row, left);  // 6 rows are 3 + 3 rather than 5 + 1
-        compute_rows(rows, p, row, panel, ahead);
-    }
+    Prefetcher prefetcher = Prefetcher::over(next, next + bytes, tiles * p.groups());
+    for_each_tile(rows, ROWS, [&](int64_t row, int64_t count) {
+        with_constant<ROWS>(count, [&](auto tile_rows) {
+            compute_tile<decltype(tile_rows)::value, 1>(p, row, panel, 0, &prefetcher);
+        });
+    });
 }
 
-template <class T>
-void linear(const Product<T>& p, int64_t threads) {
-    const int64_t blocks = ratio_up(p.rows, ROW_BLOCK), panels = p.panels();
+template <class Product>
+void linear(const Product& p, int64_t threads) {
+    const int64_t blocks = ceil_div(p.rows, ROW_BLOCK), panels = p.panels();
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < p.rows * p.groups(); task++) p.round(task);
-        const int64_t thread = omp_get_thread_num(), all = omp_get_num_threads();
         if (p.rows <= ROWS) {
-            compute_few_rows(p, panels * thread / all, panels * (thread + 1) / all);
-        } else
+            with_constant<ROWS>(p.rows, [&](auto rows) {
+                constexpr int n = decltype(rows)::value;
+                compute_runs<n, panels_beside(n)>(p, share_of_thread(panels));
+            });
+        } else {
 #pragma omp for schedule(static)
             for (int64_t task = 0; task < blocks * panels; task++) {
                 const int64_t row = task / panels * ROW_BLOCK;
-                compute_panel(p, row, smaller(row + ROW_BLOCK, p.rows), task % panels);
+                compute_panel(p, {row, min(row + ROW_BLOCK, p.rows)}, task % panels);
             }
+        }
     }
 }
 

@@ -1,17 +1,17 @@
-// x @ W.T for weights of 8 bits and many rows, by the processor's matrix units: csrc/int8.h has the arithmetic, which is
+// x @ W.T for weights of 8 bits and many rows, by the processor's matrix units: csrc/linear/int8.h has the arithmetic, which is
 // the same to the bit.
 //
 // The rounded inputs' rows are a tile's rows, and 16 fours of inputs of a panel's weights lie as a tile reads them. A
 // step multiplies two tiles of 16 rows by two panels'. Behind the last row lies what makes the tile whole; it is
 // computed with and not stored.
-#include "amx.h"
-#include "int8.h"
+#include "arch/tiles.h"
+#include "linear/int8.h"
 
 namespace {
 
-static_assert(PANEL == SIDE && FOUR == LINE && GROUP % LINE == 0, "a tile holds a panel's weights of 64 inputs");
+static_assert(PANEL == TILE_ROWS && FOUR == LINE && GROUP % LINE == 0, "a tile holds a panel's weights of 64 inputs");
 
-constexpr int64_t ROWS = 2 * SIDE;
+constexpr int64_t ROWS = 2 * TILE_ROWS;
 
 // totals [16 rows][16 outputs] += products, by the scale of each row's inputs, `stride` apart.
 void add_group(const int32_t* products, const int16_t* sums, const float* scales, int64_t stride,
@@ -26,27 +26,27 @@ void add_group(const int32_t* products, const int16_t* sums, const float* scales
 }
 
 // At most 32 rows and two panels.
-template <class T>
-void compute_tile(Tiles& tiles, const Product<T>& p, int64_t row, int64_t panel, Ahead& ahead) {
+template <class Product>
+void compute_tile(Tiles& tiles, const Product& p, int64_t row, int64_t panel, Prefetcher& prefetcher) {
     const int64_t padded = p.padded(), groups = p.groups();
     const int64_t other = panel + 1 < p.panels() ? panel + 1 : panel;
     const uint8_t* x = p.inputs + row * padded;
     const int8_t *first = p.weights + panel * PANEL * padded, *second = p.weights + other * PANEL * padded;
-    alignas(64) int32_t products[2][2][SIDE * PANEL];
-    float totals[2][2][SIDE * PANEL] = {};
+    alignas(64) int32_t products[2][2][TILE_ROWS * PANEL];
+    float totals[2][2][TILE_ROWS * PANEL] = {};
     for (int64_t g = 0; g < groups; g++) {
-        ahead.ask();
+        prefetcher.step();
         tiles.zero<0>();
         tiles.zero<1>();
         tiles.zero<2>();
         tiles.zero<3>();
-        for (int64_t k = g * GROUP, end = smaller(k + GROUP, padded); k < end; k += LINE) {
+        for (int64_t k = g * GROUP, end = min(k + GROUP, padded); k < end; k += LINE) {
             tiles.load<4>(x + k, padded);
             tiles.load<6>(first + k * PANEL, LINE);
             tiles.multiply_bytes<0, 4, 6>();
             tiles.load<7>(second + k * PANEL, LINE);
             tiles.multiply_bytes<1, 4, 7>();
-            tiles.load<5>(x + SIDE * padded + k, padded);
+            tiles.load<5>(x + TILE_ROWS * padded + k, padded);
             tiles.multiply_bytes<2, 5, 6>();
             tiles.multiply_bytes<3, 5, 7>();
         }
@@ -57,17 +57,17 @@ void compute_tile(Tiles& tiles, const Product<T>& p, int64_t row, int64_t panel,
         for (int64_t a = 0; a < 2; a++)
             for (int64_t b = 0; b < 2; b++)
                 add_group(products[a][b], p.sums + ((b ? other : panel) * groups + g) * PANEL,
-                          p.input_scales + (row + a * SIDE) * groups + g, groups, smaller(SIDE, p.rows - row - a * SIDE),
+                          p.input_scales + (row + a * TILE_ROWS) * groups + g, groups, min(TILE_ROWS, p.rows - row - a * TILE_ROWS),
                           totals[a][b]);
     }
-    for (int64_t r = 0; r < smaller(ROWS, p.rows - row); r++)
+    for (int64_t r = 0; r < min(ROWS, p.rows - row); r++)
         for (int64_t b = 0; b <= other - panel; b++)
-            p.finish(row + r, panel + b, totals[r / SIDE][b] + r % SIDE * PANEL);
+            p.finish(row + r, panel + b, totals[r / TILE_ROWS][b] + r % TILE_ROWS * PANEL);
 }
 
-template <class T>
-void linear(const Product<T>& p, int64_t threads) {
-    const int64_t pairs = ratio_up(p.panels(), 2), tiles_of_rows = ratio_up(p.rows, ROWS);
+template <class Product>
+void linear(const Product& p, int64_t threads) {
+    const int64_t pairs = ceil_div(p.panels(), 2), tiles_of_rows = ceil_div(p.rows, ROWS);
     const int64_t bytes = 2 * PANEL * p.padded();
     const char *weights = (const char*)p.weights, *end = weights + PANEL * p.padded() * p.panels();
 #pragma omp parallel num_threads(threads)
@@ -76,21 +76,21 @@ void linear(const Product<T>& p, int64_t threads) {
         for (int64_t task = 0; task < p.rows * p.groups(); task++) p.round(task);
         Tiles tiles;
         // Blocks of rows, and in each the pairs of panels: as many rows as leave every thread something to do.
-        const int64_t blocks = smaller(ratio_up(threads, pairs), tiles_of_rows), block = ratio_up(tiles_of_rows, blocks);
+        const int64_t blocks = min(ceil_div(threads, pairs), tiles_of_rows), block = ceil_div(tiles_of_rows, blocks);
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < blocks * pairs; task++) {
-            const int64_t pair = task % pairs, begin = task / pairs * block, stop = smaller(begin + block, tiles_of_rows);
-            const char* next = smaller(pair + 1, pairs - 1) * bytes + weights;
-            Ahead ahead = {next, end - next < bytes ? end : next + bytes,
-                           ratio_up(bytes, Ahead::LINE * (stop - begin) * p.groups())};
-            for (int64_t i = begin; i < stop; i++) compute_tile(tiles, p, i * ROWS, 2 * pair, ahead);
+            const int64_t pair = task % pairs, begin = task / pairs * block, stop = min(begin + block, tiles_of_rows);
+            const char* next = min(pair + 1, pairs - 1) * bytes + weights;
+            const char* next_end = end - next < bytes ? end : next + bytes;
+            Prefetcher prefetcher = Prefetcher::over(next, next_end, (stop - begin) * p.groups());
+            for (int64_t i = begin; i < stop; i++) compute_tile(tiles, p, i * ROWS, 2 * pair, prefetcher);
         }
     }
 }
 
 }  // namespace
 
-// As linear_int8 (csrc/int8.cpp), with inputs of a multiple of 32 rows.
+// As linear_int8 (csrc/linear/int8.cpp), with inputs of a multiple of 32 rows.
 KERNEL(amx_linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums,
                         const void* scales, const void* bias, uint8_t* inputs, float* input_scales, void* out,
                         int64_t rows, int64_t width, int64_t outputs, int64_t threads) {

@@ -4,7 +4,8 @@
 // fp32, in panels of PANEL outputs as [input][output]: what the second cache holds. Each tile of ROWS rows of x then
 // stays in the first cache while the panels pass over it, PANEL sums of ROWS rows being kept in registers. A sum is
 // taken input by input, so a row's result does not depend on the rows beside it, nor on the number of threads.
-#include "simd.h"
+#include "core/epilogue.h"
+#include "core/tiling.h"
 
 namespace {
 
@@ -12,19 +13,19 @@ constexpr int VECTORS = W == 16 ? 4 : 2, PANEL = VECTORS * W;  // AVX2 has 16 re
 constexpr int ROWS = 6;
 constexpr int64_t GROUP = 64, DEPTH = 1024;
 
+template <class T, class Epilogue>
 struct Matmul {
     const float* x;  // [rows, in]
+    const T* w;      // [outputs, in]
     int64_t rows, in, outputs;
+    Epilogue epilogue;
 };
 
 // Where a tile's sums go between two chunks, and at the end.
-template <class T>
 struct Target {
-    T* out;        // [rows, outputs], from the tile's first row and output on
-    const T* bias; // from the tile's first output on, or null
-    float* sums;   // [rows, GROUP], likewise
+    float* sums;  // [rows, GROUP], from the tile's first row and output on
     bool first, last;
-    int64_t outputs, width;  // width: how many of the panel's outputs there are
+    int64_t row, output, width;  // of the tile; width: how many of the panel's outputs there are
 };
 
 // panels[p][k][o] = w[p * PANEL + o][k] for `outputs` rows of w of which `depth` inputs are taken; zeros beyond.
@@ -45,8 +46,9 @@ void lay_out(const T* w, int64_t in, int64_t outputs, int64_t depth, float* pane
     }
 }
 
-template <int rows, class T>
-inline void tile(const float* x, int64_t in, const float* panel, int64_t depth, const Target<T>& target) {
+template <int rows, class Epilogue>
+inline void tile(const float* x, int64_t in, const float* panel, int64_t depth, const Target& target,
+                 const Epilogue& epilogue) {
     vec sums[rows][VECTORS] = {};
     if (!target.first)
         for (int r = 0; r < rows; r++)
@@ -59,67 +61,47 @@ inline void tile(const float* x, int64_t in, const float* panel, int64_t depth, 
             for (int v = 0; v < VECTORS; v++) sums[r][v] += input * weights[v];
         }
     }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < VECTORS; v++) {
-            if (!target.last) {
-                store(target.sums + r * GROUP + v * W, sums[r][v]);
-            } else if ((v + 1) * W <= target.width) {
-                const vec bias = target.bias ? load(target.bias + v * W) : vec{};
-                store(target.out + r * target.outputs + v * W, sums[r][v] + bias);
-            } else {
-                for (int64_t o = v * W; o < target.width; o++)
-                    assign(target.out + r * target.outputs + o,
-                           sums[r][v][o - v * W] + (target.bias ? to_float(target.bias[o]) : 0.0f));
-            }
-        }
+    for (int r = 0; r < rows; r++) {
+        for (int v = 0; v < VECTORS; v++) store(target.sums + r * GROUP + v * W, sums[r][v]);
+        if (target.last) epilogue(target.row + r, target.output, target.sums + r * GROUP, target.width);
+    }
 }
 
-// A group's outputs of rows begin ... end. scratch: the panels, then the sums of the rows.
-template <class T>
-void compute_group(const Matmul& m, const T* w, const T* bias, T* out, int64_t group, int64_t begin, int64_t end,
-                   float* scratch) {
-    const int64_t first = group * GROUP, outputs = m.outputs - first < GROUP ? m.outputs - first : GROUP;
+// A group's outputs of some rows. scratch: the panels, then the sums of the rows.
+template <class T, class Epilogue>
+void compute_group(const Matmul<T, Epilogue>& m, int64_t group, Range rows, float* scratch) {
+    const int64_t first = group * GROUP, outputs = min(m.outputs - first, GROUP);
     float *panels = scratch, *sums = scratch + GROUP * DEPTH;
+    const bool one_chunk = m.in <= DEPTH;  // then no tile's sums are kept
     for (int64_t from = 0; from < m.in; from += DEPTH) {
-        const int64_t depth = m.in - from < DEPTH ? m.in - from : DEPTH;
-        lay_out(w + first * m.in + from, m.in, outputs, depth, panels);
-        for (int64_t row = begin; row < end; row += ROWS)
+        const int64_t depth = min(m.in - from, DEPTH);
+        lay_out(m.w + first * m.in + from, m.in, outputs, depth, panels);
+        for (int64_t row = rows.begin; row < rows.end; row += ROWS)
             for (int64_t o = 0; o < outputs; o += PANEL) {
                 const float *x = m.x + row * m.in + from, *panel = panels + o * DEPTH;
-                const Target<T> target = {out + row * m.outputs + first + o,
-                                          bias ? bias + first + o : nullptr,
-                                          sums + (row - begin) * GROUP + o,
-                                          from == 0,
-                                          from + depth == m.in,
-                                          m.outputs,
-                                          outputs - o < PANEL ? outputs - o : PANEL};
-                switch (end - row) {
-                    case 1: tile<1>(x, m.in, panel, depth, target); break;
-                    case 2: tile<2>(x, m.in, panel, depth, target); break;
-                    case 3: tile<3>(x, m.in, panel, depth, target); break;
-                    case 4: tile<4>(x, m.in, panel, depth, target); break;
-                    case 5: tile<5>(x, m.in, panel, depth, target); break;
-                    default: tile<ROWS>(x, m.in, panel, depth, target);
-                }
+                const Target target = {sums + (one_chunk ? 0 : row - rows.begin) * GROUP + o, from == 0,
+                                       from + depth == m.in, row, first + o, min(outputs - o, PANEL)};
+                with_constant<ROWS>(min(rows.end - row, ROWS), [&](auto count) {
+                    tile<decltype(count)::value>(x, m.in, panel, depth, target, m.epilogue);
+                });
             }
     }
 }
 
 // Threads share the groups; where these are few, rows are split as well, in multiples of a tile.
-template <class T>
-void matmul(const Matmul& m, const T* w, const T* bias, T* out, int64_t threads) {
-    const int64_t groups = (m.outputs + GROUP - 1) / GROUP, tiles = (m.rows + ROWS - 1) / ROWS;
-    int64_t splits = (4 * threads + groups - 1) / groups;
-    splits = splits < (tiles + 7) / 8 ? splits : (tiles + 7) / 8;
-    const int64_t most = (tiles + splits - 1) / splits * ROWS;
+template <class T, class Epilogue>
+void matmul(const Matmul<T, Epilogue>& m, int64_t threads) {
+    const int64_t groups = ceil_div(m.outputs, GROUP), tiles = ceil_div(m.rows, ROWS);
+    const int64_t splits = min(ceil_div(4 * threads, groups), ceil_div(tiles, 8));
+    const int64_t most = ceil_div(tiles, splits) * ROWS;
 #pragma omp parallel num_threads(threads)
     {
-        const int64_t bytes = (GROUP * DEPTH + (m.in > DEPTH ? most * GROUP : 0)) * sizeof(float);
-        float* scratch = (float*)aligned_alloc(64, bytes);
+        const int64_t kept = m.in <= DEPTH ? ROWS : most;
+        float* scratch = (float*)aligned_alloc(64, (GROUP * DEPTH + kept * GROUP) * sizeof(float));
 #pragma omp for schedule(dynamic)
         for (int64_t task = 0; task < groups * splits; task++) {
-            const int64_t begin = task % splits * most, end = begin + most < m.rows ? begin + most : m.rows;
-            if (begin < end) compute_group(m, w, bias, out, task / splits, begin, end, scratch);
+            const int64_t begin = task % splits * most;
+            if (begin < m.rows) compute_group(m, task / splits, {begin, min(begin + most, m.rows)}, scratch);
         }
         free(scratch);
     }
@@ -130,20 +112,20 @@ void matmul(const Matmul& m, const T* w, const T* bias, T* out, int64_t threads)
 // x [rows, in], w [outputs, in], bias [outputs] or null, out [rows, outputs], all in one dtype; sums are in fp32
 KERNEL(many_rows_linear_f32)(const float* x, const float* w, const float* bias, float* out, int64_t rows, int64_t in,
                              int64_t outputs, int64_t threads) {
-    matmul({x, rows, in, outputs}, w, bias, out, threads);
+    matmul(Matmul<float, AddBias<float>>{x, w, rows, in, outputs, {out, bias, outputs}}, threads);
 }
 REPLAYABLE(many_rows_linear_f32)
 
 KERNEL(many_rows_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t rows, int64_t in,
                               int64_t outputs, int64_t threads) {
-    float* inputs = (float*)aligned_alloc(64, (rows * in + 15) / 16 * 16 * sizeof(float));
+    float* inputs = (float*)aligned_alloc(64, round_up(rows * in, 16) * sizeof(float));
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t r = 0; r < rows; r++) {
         int64_t k = r * in;
         for (; k + W <= (r + 1) * in; k += W) store(inputs + k, load(x + k));
         for (; k < (r + 1) * in; k++) inputs[k] = to_float(x[k]);
     }
-    matmul({inputs, rows, in, outputs}, w, bias, out, threads);
+    matmul(Matmul<bf16, AddBias<bf16>>{inputs, w, rows, in, outputs, {out, bias, outputs}}, threads);
     free(inputs);
 }
 REPLAYABLE(many_rows_linear_bf16)

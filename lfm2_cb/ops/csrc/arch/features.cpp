@@ -1,0 +1,19 @@
+// supported_<isa>(): whether this processor, and its operating system, have the instruction set. Compiled by itself
+// first, to ask; an old compiler, or its assembler, fails at it, and the instruction set is left out.
+#include "core/simd.h"
+
+#if defined(__x86_64__)
+#include "arch/x86/features.h"
+#else
+namespace {
+
+bool processor_supports_isa() { return true; }
+void probe_assembler() {}
+
+}  // namespace
+#endif
+
+extern "C" int JOIN(supported, ISA)() { return processor_supports_isa(); }
+
+// Never called: here an assembler fails that does not know the instructions.
+extern "C" void JOIN(probe, ISA)() { probe_assembler(); }

@@ -1,0 +1,54 @@
+// csrc/arch/tiles.h by the instructions of AMX.
+#pragma once
+
+namespace {
+
+// This thread's tile registers, for as long as the object lives. Afterwards they are released, or the system would go
+// on saving them with the thread.
+//
+// Not the compiler's intrinsics: GCC's do not say that loading a tile reads memory, so what was written just before
+// might not be there yet; and they want a register's number as a token, which no template has.
+class Tiles {
+  public:
+    Tiles() {
+        struct alignas(64) {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {};
+            uint8_t rows[16] = {};
+        } shapes;
+        static_assert(sizeof shapes == 64, "what ldtilecfg reads");
+        for (int t = 0; t < 8; t++) {
+            shapes.row_bytes[t] = LINE;
+            shapes.rows[t] = TILE_ROWS;
+        }
+        asm volatile("ldtilecfg %0" : : "m"(shapes));
+    }
+    ~Tiles() { asm volatile("tilerelease"); }
+    Tiles(const Tiles&) = delete;
+
+    template <int t>
+    void zero() {
+        asm volatile("tilezero %%tmm%c0" : : "i"(t));
+    }
+    // 16 rows of 64 bytes, `stride` bytes apart
+    template <int t>
+    void load(const void* from, int64_t stride) {
+        asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(stride), "i"(t) : "memory");
+    }
+    template <int t>
+    void store(void* to, int64_t stride) const {
+        asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(t) : "memory");
+    }
+    // c[m][n] += sum over k of a[m][k] * b[k][n]. Pairs of bf16: a[m][2k], a[m][2k + 1] and b[k][2n], b[k][2n + 1].
+    template <int c, int a, int b>
+    void multiply_bf16() {
+        asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+    }
+    // Fours of bytes likewise, unsigned by signed, in 32-bit integers.
+    template <int c, int a, int b>
+    void multiply_bytes() {
+        asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+    }
+};
+
+}  // namespace

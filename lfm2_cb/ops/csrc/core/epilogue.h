@@ -1,0 +1,65 @@
+// What becomes of a product's finished sums.
+//
+// An epilogue is a functor of (row, output, sums, count): fp32 sums [count] of a row's outputs from `output` on, written
+// where they belong. The products are templates over it, so fusing another operation takes another functor.
+#pragma once
+
+#include "core/simd.h"
+
+namespace {
+
+// to[0 ... count] = finish.vector(o), W at a time, and finish.scalar(o) for what is left.
+template <class T, class Finish>
+inline void store_finished(T* to, int64_t count, Finish finish) {
+    int64_t o = 0;
+    for (; o + W <= count; o += W) store(to + o, finish.vector(o));
+    for (; o < count; o++) assign(to + o, finish.scalar(o));
+}
+
+// out [rows][outputs] = sums + bias, where there is one.
+template <class T>
+struct AddBias {
+    T* out;
+    const T* bias;  // or null
+    int64_t outputs;
+
+    struct Finish {
+        const float* sums;
+        const T* bias;
+
+        vec vector(int64_t o) const { return load(sums + o) + (bias ? load(bias + o) : vec{}); }
+        float scalar(int64_t o) const { return sums[o] + (bias ? to_float(bias[o]) : 0.0f); }
+    };
+
+    void operator()(int64_t row, int64_t output, const float* sums, int64_t count) const {
+        store_finished(out + row * outputs + output, count, Finish{sums, bias ? bias + output : nullptr});
+    }
+};
+
+// out [rows][outputs] = sums * scales + bias: a scale for each output.
+template <class T>
+struct ScaleAndAddBias {
+    T* out;
+    const T *scales, *bias;  // bias may be null
+    int64_t outputs;
+
+    struct Finish {
+        const float* sums;
+        const T *scales, *bias;
+
+        vec vector(int64_t o) const {
+            const vec addend = bias ? load(bias + o) : vec{};
+            return load(sums + o) * load(scales + o) + addend;
+        }
+        float scalar(int64_t o) const {
+            return sums[o] * to_float(scales[o]) + (bias ? to_float(bias[o]) : 0.0f);
+        }
+    };
+
+    void operator()(int64_t row, int64_t output, const float* sums, int64_t count) const {
+        store_finished(out + row * outputs + output, count,
+                       Finish{sums, scales + output, bias ? bias + output : nullptr});
+    }
+};
+
+}  // namespace
