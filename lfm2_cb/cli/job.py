@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from transformers.utils import logging
 
 from ..engine.loop import Submission
+from ..engine.sampler import LogitsProcessor
 from ..generator import ContinuousBatchingGenerator
 from ..requests.options import GenerateOptions
 from ..requests.outputs import RequestOutput
 from ..requests.prompts import tokenize
 from ..scheduling.request import FinishReason
-from .reader import BadRow, Source, take_kept, take_prompt
-from .writer import OutputError, RowSet
+from .rows import BadRow, Content, InputError, Source, row_digest, take_kept, take_prompt
+from .writer import DIGEST_FIELD, OutputError, RowSet
 
+OTHER_STREAM = "give the same input again, name another output, or --overwrite"
 #: names of a record's own fields, which a kept column may not have
-RECORD_FIELDS = ("index", "text", "finish_reason", "prompt_tokens", "output_tokens", "error")
+RECORD_FIELDS = ("index", "text", "finish_reason", "prompt_tokens", "output_tokens", "error", DIGEST_FIELD)
 
 
 class Files(Protocol):
@@ -27,6 +30,7 @@ class Files(Protocol):
 
     done: RowSet
     num_errors: int
+    resumes: bool  # whether a later run goes on with them
 
     def write(self, record: dict[str, Any], is_error: bool = False) -> None: ...
 
@@ -38,6 +42,7 @@ class Row:
     index: int
     kept: dict[str, Any]
     token_ids: list[int]
+    digest: str | None = None
     submission: Submission | None = None
     error: BaseException | None = None  # why it will not be run
     is_second_try: bool = False
@@ -64,7 +69,8 @@ class Job:
     A record has "index", "text", "finish_reason", "prompt_tokens", "output_tokens" and the kept columns; with
     `num_return_sequences` above 1, "text", "finish_reason" and "output_tokens" are lists. A row that cannot be run, or
     that fails twice (a failed step takes down its batch mates too, hence the second try), gives an error record with
-    "index", "error" and the kept columns. Memory holds `window` rows, whatever the size of the input.
+    "index", "error" and the kept columns. Those of a stream that may be resumed have a "row_digest" too, by which a
+    later run knows that it is given the same rows again. Memory holds `window` rows, whatever the size of the input.
 
     Args:
         options: of all rows; their seed and a row's index determine what is sampled.
@@ -84,13 +90,39 @@ class Job:
         """Rows read and not yet written: enough that one long answer does not starve the batch behind it."""
         return 4 * self.generator.engine.config.max_sequences
 
+    def check_options(self) -> None:
+        """Build a request of one token, and process scores as its first and its last step would.
+
+        Raises: ValueError: the options are such that no row can be run.
+        """
+        try:
+            submission = self.generator.enqueue([[0]], self.options)
+        except ValueError as error:
+            raise ValueError(str(error).replace("prompt 0 has", "the shortest prompt has", 1)) from error
+        try:
+            (request,) = submission.requests
+            for length in (1, request.max_new_tokens):
+                self._process_scores(request.params.processors, length)
+        finally:
+            self.generator.abandon([submission])
+
+    def _process_scores(self, processors: Sequence[LogitsProcessor], length: int) -> None:
+        model = self.generator.model
+        ids = torch.zeros(1, length, dtype=torch.long, device=model.device)
+        scores = torch.zeros(1, model.config.vocab_size, device=model.device)
+        for processor in processors:
+            try:
+                scores = processor(ids, scores)
+            except Exception as error:  # stock's own, over whatever is in an option
+                raise ValueError(f"{type(processor).__name__} cannot use its options: {error}") from error
+
     def run(self, source: Source, files: Files, progress_bar: bool = True) -> Summary:
         """Run the rows that are not done yet.
 
         Raises: OutputError: what was written is whole, and the job can go on later. KeyboardInterrupt: the same.
         InputError: the input cannot be read further. BrokenError: the engine is unusable.
         """
-        start, summary, finished = time.monotonic(), Summary(), self._finish(self._read(source, files.done))
+        start, summary, finished = time.monotonic(), Summary(), self._finish(self._read(source, files))
         bar = logging.tqdm(total=source.num_rows, initial=len(files.done), unit="row", disable=not progress_bar)
         try:
             with bar:
@@ -110,14 +142,25 @@ class Job:
             summary.seconds = time.monotonic() - start
         return summary
 
-    def _read(self, source: Source, done: RowSet) -> Iterator[Row]:
-        """Rows that are not done, with their token ids or what is wrong with them."""
-        for index, content in source.rows():
-            if index not in done:
-                yield self._prepare(index, content)
+    def _read(self, source: Source, files: Files) -> Iterator[Row]:
+        """Rows that are not done, with their token ids or what is wrong with them.
 
-    def _prepare(self, index: int, content: Mapping[str, Any] | BadRow) -> Row:
-        row = Row(index, {}, [])
+        Raises: InputError: of rows that are done the source now has others, or none.
+        """
+        compares, num_before, num_seen = source.is_stream and files.resumes, len(files.done), 0
+        for index, content in source.rows():
+            digest = row_digest(content) if compares else None
+            if index not in files.done:
+                yield self._prepare(index, content, digest)
+                continue
+            num_seen += 1
+            if digest is not None and not files.done.has_digest(index, digest):
+                raise InputError(f"row {index} of the input is not the one that the output has; {OTHER_STREAM}")
+        if num_seen < num_before:
+            raise InputError(f"the input has {num_before - num_seen} fewer rows than the output; {OTHER_STREAM}")
+
+    def _prepare(self, index: int, content: Content, digest: str | None) -> Row:
+        row = Row(index, {}, [], digest)
         if isinstance(content, BadRow):
             row.error = content
             return row
@@ -180,10 +223,11 @@ class Job:
         return ready
 
     def _record(self, row: Row, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        kept = row.kept if row.digest is None else {**row.kept, DIGEST_FIELD: row.digest}
         if row.error is not None:
             # The row was a call of its own, in which it was prompt 0.
             reason = str(row.error).replace("prompt 0 ", "the prompt ", 1)
-            return {"index": row.index, "error": f"{type(row.error).__name__}: {reason}", **row.kept}
+            return {"index": row.index, "error": f"{type(row.error).__name__}: {reason}", **kept}
         answers: dict[str, Any] = {
             "text": [output.text for output in outputs],
             "finish_reason": [str(output.finish_reason) for output in outputs],
@@ -191,4 +235,4 @@ class Job:
         }
         if len(outputs) == 1:
             answers = {name: values[0] for name, values in answers.items()}
-        return {"index": row.index, **answers, "prompt_tokens": len(row.token_ids), **row.kept}
+        return {"index": row.index, **answers, "prompt_tokens": len(row.token_ids), **kept}

@@ -1,12 +1,12 @@
 """The `lfm2-cb` command: `generate`, `bench`, `info`, `serve`.
 
-Exit status: 0 done (bad rows are in the errors file); 1 stopped, and can go on with the same command; 2 a bad option,
-model or input, said in one line; 130 stopped by Ctrl-C, and can go on.
+Exit status: see `Status`.
 """
 
 from __future__ import annotations
 
 import argparse
+import enum
 import importlib
 import os
 import sys
@@ -34,9 +34,27 @@ from .flags import (
     load_from,
 )
 from .info import describe
-from .job import RECORD_FIELDS, Job
-from .reader import InputError, open_source
+from .job import RECORD_FIELDS, Job, Summary
+from .reader import open_source
+from .rows import InputError, check_first_rows
 from .writer import JobFiles, OutputError, PipeFiles
+
+INPUT_HELP = """JSONL, .parquet, .csv, .tsv, .txt (a prompt a line), a dataset's folder or id; "-": JSONL on standard
+input. Run again, a job goes on where its input is the same: files are compared before, the rows of standard input as
+they come (and more rows at its end are run too)"""
+STATUS_HELP = """exit status: 0 done; 1 stopped (a full disk, a closed pipe), the same command goes on; 2 a bad
+option, model or input; 3 done, but for rows that could not be run (see the errors file); 130 Ctrl-C, the same command
+goes on"""
+
+
+class Status(enum.IntEnum):
+    """How a command ended."""
+
+    DONE = 0
+    STOPPED = 1  # by a full disk, a closed pipe, ...; the same command goes on
+    REFUSED = 2  # a bad option, model or input, said in one line; nothing was run that is not written
+    ROWS_FAILED = 3  # done, and there are rows that could not be run (all of them, perhaps): see the errors file
+    INTERRUPTED = 130  # by Ctrl-C; the same command goes on
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,17 +67,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         make_parser().parse_args(arguments, args)
         return args.command(args)
     except KeyboardInterrupt:
-        return _say(f"stopped{_advice(args)}", 130)
+        return _say(f"stopped{_advice(args)}", Status.INTERRUPTED)
     except (OutputError, BrokenError) as error:
-        return _say(f"stopped: {error}{_advice(args)}", 1)
+        return _say(f"stopped: {error}{_advice(args)}", Status.STOPPED)
     except (ValueError, TypeError, OSError, MemoryError, torch.OutOfMemoryError, NativeUnavailable) as error:
-        return _say(f"error: {' '.join(str(error).split())}", 2)
+        return _say(f"error: {' '.join(str(error).split())}", Status.REFUSED)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser("lfm2-cb", description="Continuous batching for LFM2.")
     commands = parser.add_subparsers(required=True, metavar="{generate,bench,info,serve}")
-    _add_generate(commands.add_parser("generate", help="answer the prompts of a file; resumable at any instant"))
+    generate = "answer the prompts of a file; resumable at any instant"
+    _add_generate(commands.add_parser("generate", help=generate, description=generate, epilog=STATUS_HELP))
     _add_bench(commands.add_parser("bench", help="measure throughput and latency on ragged random prompts"))
     _add_info(commands.add_parser("info", help="what a model is, how it would run, and what memory it takes"))
     commands.add_parser("serve", help="an OpenAI-compatible server (needs an extra)", add_help=False)
@@ -69,7 +88,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     add = parser.add_argument
-    add("--input", required=True, help='JSONL, .parquet, a dataset\'s folder or id; "-": JSONL on stdin')
+    add("--input", required=True, help=INPUT_HELP)
     add("--output", required=True, help='JSONL; "-": stdout, without resuming')
     add("--split", help="of a dataset")
     add("--column", help='of the prompts (text, chats or token ids); default: "prompt" or "messages"')
@@ -105,8 +124,11 @@ def _generate(args: argparse.Namespace) -> int:
     if clash := sorted({*args.keep} & {*RECORD_FIELDS}):
         raise UsageError(f"--keep {' '.join(clash)}: the output has fields of that name")
     _check_output(args)
+    if args.quiet:
+        disable_progress_bar()
     options, config = generation_options(args), generation_config(args)
     source = open_source(args.input, args.split, args.column, args.keep)
+    source = check_first_rows(source, args.column, args.keep)
     to_pipe = args.output == "-"
     if to_pipe and (args.overwrite or args.retry_errors):
         raise UsageError("--overwrite and --retry-errors go with an output file")
@@ -116,24 +138,28 @@ def _generate(args: argparse.Namespace) -> int:
         **{"dtype": args.dtype, "model_files": describe_files(args.model), "input_identity": source.identity},
         **{"options": options, "generation_config": None if config is None else config.to_dict()},
     }
-    if args.quiet:
-        disable_progress_bar()
     with _make_generator(args) as generator:
         resolved = generator.resolve(config, options)
         refuse(resolved, "lfm2-cb generate")
         job = Job(generator, resolved, args.column, args.keep, args.ordered)
+        job.check_options()
         files = PipeFiles(1) if to_pipe else JobFiles(Path(args.output), record, args.overwrite, args.retry_errors)
         num_before = len(files.done)
         try:
             summary = job.run(source, files, progress_bar=not args.quiet)
         finally:
             files.close()
+    return _report(summary, num_before, files)
+
+
+def _report(summary: Summary, num_before: int, files: JobFiles | PipeFiles) -> Status:
     rate = summary.num_output_tokens / max(summary.seconds, 1e-9)
     before = f" ({num_before:,} were done before)" if num_before else ""
-    errors = f"; {files.num_errors:,} rows could not be run" if files.num_errors else ""
-    where = f": {files.errors}" if errors and isinstance(files, JobFiles) else ""
     tokens = f"{summary.num_output_tokens:,} tokens in {summary.seconds:,.1f} s, {rate:,.0f} tok/s"
-    return _say(f"{summary.num_rows:,} rows{before}, {tokens}{errors}{where}", 0)
+    where = f": {files.errors}" if files.num_errors and isinstance(files, JobFiles) else ""
+    failed = f"{files.num_errors:,} rows could not be run{where}"
+    status = Status.ROWS_FAILED if files.num_errors else Status.DONE
+    return _say(f"{summary.num_rows:,} rows{before}, {tokens}; {failed}", status)
 
 
 def _check_output(args: argparse.Namespace) -> None:
@@ -160,13 +186,13 @@ def _make_generator(args: argparse.Namespace) -> ContinuousBatchingGenerator:
 def _bench(args: argparse.Namespace) -> int:
     with _make_generator(args) as generator:
         print(bench(generator, args.prompts, args.prompt_tokens, args.max_new_tokens, args.stock))
-    return 0
+    return Status.DONE
 
 
 def _info(args: argparse.Namespace) -> int:
     with _make_generator(args) as generator:
         print(describe(generator))
-    return 0
+    return Status.DONE
 
 
 def _serve(arguments: Sequence[str]) -> int:
@@ -174,18 +200,18 @@ def _serve(arguments: Sequence[str]) -> int:
     try:
         server = importlib.import_module(name)
     except ImportError as error:
-        return _say(f"error: lfm2-cb serve needs the extra: pip install 'lfm2-cb[serve]' ({error})", 2)
+        return _say(f"error: lfm2-cb serve needs the extra: pip install 'lfm2-cb[serve]' ({error})", Status.REFUSED)
     parser = Parser("lfm2-cb serve", description="An OpenAI-compatible server.")
     server.add_serve_arguments(parser)
     server.main(parser.parse_args(arguments))
-    return 0
+    return Status.DONE
 
 
 def _advice(args: argparse.Namespace) -> str:
     return "; the same command goes on from here" if getattr(args, "output", "-") != "-" else ""
 
 
-def _say(message: str, status: int) -> int:
+def _say(message: str, status: Status) -> Status:
     """One line to stderr, if anybody reads it; returns `status`."""
     try:
         print(f"lfm2-cb: {message}", file=sys.stderr, flush=True)

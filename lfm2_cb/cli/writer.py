@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
+from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers.utils import logging
 
-from .reader import BadRow, parse_line
+from .reader import parse_line
+from .rows import BadRow
 
 try:
     import fcntl
@@ -22,6 +25,8 @@ except ImportError:  # Windows: nothing keeps two jobs from one file there
 
 logger = logging.get_logger("transformers.lfm2_cb")
 
+#: of a row that came in a stream: what tells it from another (`row_digest`)
+DIGEST_FIELD = "row_digest"
 #: lines, and seconds, between two fsyncs: what a power cut can cost (a kill costs one line at most)
 SYNC_ROWS, SYNC_SECONDS = 64, 2.0
 
@@ -35,16 +40,24 @@ class OutputError(RuntimeError):
 
 
 class RowSet:
-    """A set of row indices, one bit each, in pages."""
+    """A set of row indices, one bit each, in pages; and of those that came with one, their digests, 8 bytes each."""
 
     def __init__(self) -> None:
         self._pages: defaultdict[int, bytearray] = defaultdict(lambda: bytearray(2**10))
+        self._digests: defaultdict[int, array[int]] = defaultdict(lambda: array("Q", bytes(8 * 2**10)))
         self._count = 0
 
-    def add(self, index: int) -> None:
+    def add(self, index: int, digest: str | None = None) -> None:
         if index not in self:
             self._pages[index >> 13][index >> 3 & 1023] |= 1 << (index & 7)
             self._count += 1
+        if digest is not None:
+            self._digests[index >> 10][index & 1023] = int(digest, 16)
+
+    def has_digest(self, index: int, digest: str) -> bool:
+        """Whether the row was added with this digest."""
+        page = self._digests.get(index >> 10)
+        return page is not None and page[index & 1023] == int(digest, 16)
 
     def __contains__(self, index: int) -> bool:
         page = self._pages.get(index >> 13)
@@ -74,24 +87,28 @@ class LineFile:
                 os.close(self._fd)
                 raise JobError(f"another job is writing {path}") from error
 
-    def recover(self) -> Iterator[int]:
-        """Indices of the whole rows; then cut off what follows the last of them.
+    def recover(self) -> Iterator[Mapping[str, Any]]:
+        """The whole rows; then cut off what follows the last of them.
 
         A kill can only tear the last line. A power cut can leave more behind, all after the last fsync, so everything
         from the first line that is not whole is cut, and computed again.
         """
         with open(self.path, "rb") as file:
             for line in file:
-                row = parse_line(line) if line.endswith(b"\n") else BadRow("torn")
-                index = None if isinstance(row, BadRow) else row.get("index")
-                if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+                row = _whole_row(line)
+                if row is None:
                     break
                 self._size += len(line)
-                yield index
+                yield row
         torn = os.fstat(self._fd).st_size - self._size
         if torn:
             logger.warning(f"{self.path}: {torn} bytes of unfinished rows are cut off")
             self.truncate()
+
+    def has_rows(self) -> bool:
+        """Whether there is a whole row in it."""
+        with open(self.path, "rb") as file:
+            return _whole_row(file.readline()) is not None
 
     def write(self, line: bytes) -> None:
         rest = memoryview(line)
@@ -105,6 +122,7 @@ class LineFile:
         self._size += len(line)
 
     def truncate(self) -> None:
+        """Cut off what this object has neither recovered nor written."""
         os.ftruncate(self._fd, self._size)
 
     def sync(self) -> None:
@@ -117,6 +135,15 @@ class LineFile:
         os.close(self._fd)
 
 
+def _whole_row(line: bytes) -> Mapping[str, Any] | None:
+    row = parse_line(line) if line.endswith(b"\n") else BadRow("torn")
+    index = None if isinstance(row, BadRow) else row.get("index")
+    if isinstance(row, BadRow) or not isinstance(index, int) or isinstance(index, bool) or index < 0:
+        return None
+    digest = row.get(DIGEST_FIELD)
+    return row if digest is None or (isinstance(digest, str) and re.fullmatch("[0-9a-f]{16}", digest)) else None
+
+
 class JobFiles:
     """The three files of a job: `out.jsonl`, `out.errors.jsonl`, and `out.job.json`, which says what made them.
 
@@ -124,11 +151,14 @@ class JobFiles:
 
     Args:
         output: path of the first.
-        record: what the rows depend on (model, input, options): a job goes on only where it is the same.
+        record: what the rows depend on (model, input, options): a job goes on only where it is the same, and is begun
+            anew where it is not and no row has an answer yet.
         overwrite: remove what is there, and start anew.
         retry_errors: forget the rows in the errors file, so that they are run again.
     Raises: JobError; OutputError.
     """
+
+    resumes = True
 
     def __init__(
         self, output: Path, record: dict[str, Any], overwrite: bool = False, retry_errors: bool = False
@@ -147,10 +177,10 @@ class JobFiles:
             self._check_record(json.loads(json.dumps(record)))
             if retry_errors:
                 self._failures.truncate()
-            for index in self._answers.recover():
-                self.done.add(index)
-            for index in self._failures.recover():
-                self.done.add(index)
+            for row in self._answers.recover():
+                self.done.add(row["index"], row.get(DIGEST_FIELD))
+            for row in self._failures.recover():
+                self.done.add(row["index"], row.get(DIGEST_FIELD))
                 self.num_errors += 1
             on_failure.pop_all()
 
@@ -165,11 +195,16 @@ class JobFiles:
             for path in (self.output, self.errors):
                 if path.exists() and path.stat().st_size:
                     raise JobError(f"{path} is there, and no {self.job.name} beside it; --overwrite removes it")
-            write_atomically(self.job, json.dumps(record, indent=1).encode() + b"\n")
+        elif known != record and not self._answers.has_rows():
+            logger.warning(f"{self.output}: the job before had other options and no answers; begun anew")
+            self._answers.truncate()
+            self._failures.truncate()
         elif known != record:
             changed = sorted(k for k in {*known, *record} if known.get(k) != record.get(k))
             details = "; ".join(f"{k} was {known.get(k)!r} and is {record.get(k)!r}" for k in changed)
             raise JobError(f"{self.output} was begun by another job: {details}. Name another output, or --overwrite")
+        if known != record:
+            write_atomically(self.job, json.dumps(record, indent=1).encode() + b"\n")
 
     def write(self, record: dict[str, Any], is_error: bool = False) -> None:
         """Append one row's record, to last after the next fsync."""
@@ -198,6 +233,8 @@ class JobFiles:
 
 class PipeFiles:
     """The same for a job whose answers go to a pipe, and its errors to the log: nothing is kept, nothing resumes."""
+
+    resumes = False
 
     def __init__(self, fd: int) -> None:
         self._fd, self.done, self.num_errors = fd, RowSet(), 0

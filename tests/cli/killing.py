@@ -1,6 +1,6 @@
 """Kill a job with SIGKILL at random instants, run it again until it is done, and compare the files byte by byte.
 
-python tests/batch/killing.py --times 50
+python tests/cli/killing.py --times 50
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ import time
 from pathlib import Path
 
 import lfm2_cb
-from lfm2_cb.cli.main import main
+from lfm2_cb.cli.main import Status, main
 
+#: the input has rows that cannot be run
+DONE = Status.ROWS_FAILED
 #: imports the package once; every job is forked from it, so that a kill falls into the job and not into imports
 context = multiprocessing.get_context("forkserver")
 FLAGS = ["--max-new-tokens", "12", "--no-do-sample", "--dtype", "float32", "--max-sequences", "8", "--quiet"]
@@ -45,7 +47,7 @@ def job(arguments: list[str]) -> None:
 
 
 def run(arguments: list[str], kill_after: float | None = None) -> int:
-    """Run one job in a process of its own; returns its exit status (-9 where it was killed)."""
+    """Run one job in a process of its own; returns its exit status: `DONE`, or -9 where it was killed."""
     process = context.Process(target=job, args=(arguments,))
     process.start()
     process.join(kill_after)
@@ -83,10 +85,10 @@ def kill_and_resume(
     arguments, output = command(folder, name, ordered), folder / f"out{seed}.jsonl"
     while True:
         status = run(arguments, rng.uniform(0.0, seconds) if kills < most else None)
-        assert status in (0, -signal.SIGKILL), status
-        if status == 0 and kills:
+        assert status in (DONE, -signal.SIGKILL), status
+        if status == DONE and kills:
             break
-        if status == 0:  # it was quicker than the killer
+        if status == DONE:  # it was quicker than the killer
             for path in folder.glob(f"{name}.*"):
                 path.unlink()
             continue
@@ -96,7 +98,7 @@ def kill_and_resume(
         known = output.read_bytes() if output.exists() else b""
         kept = known[: known.rfind(b"\n") + 1]
         if rng.random() < 0.3:
-            assert run(arguments, rng.uniform(0.0, seconds)) in (0, -signal.SIGKILL)
+            assert run(arguments, rng.uniform(0.0, seconds)) in (DONE, -signal.SIGKILL)
             assert output.read_bytes().startswith(kept), "a finished row was lost"
             kills += 1
     assert output.read_bytes().startswith(kept), "a finished row was lost"
@@ -115,7 +117,7 @@ def kill_many(folder: Path, times: int, num_rows: int, seed: int = 0, most: int 
     context.set_forkserver_preload(["lfm2_cb.cli.main"])
     write_input(folder / "in.jsonl", num_rows)
     start = time.monotonic()
-    assert run(command(folder, "reference", True)) == 0
+    assert run(command(folder, "reference", True)) == DONE
     seconds, reference = time.monotonic() - start, read(folder, "reference")
     assert sum(map(len, reference)) == num_rows and reference[1]
     kills = sum(kill_and_resume(folder, seed + i, i % 2 == 0, seconds, reference, most) for i in range(times))
