@@ -17,15 +17,14 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from .engine.config import EngineConfig
-from .engine.drafting import Drafting
 from .engine.engine import Engine, StepOutput
 from .engine.loop import EngineLoop, Submission, interrupt_between_steps
-from .engine.sampler import Trace
 from .loading import as_lfm2_cb, check_same_dtype, default_dtype, load_model, load_tokenizer
-from .requests.fallback import refuse, stock_generate, stock_outputs
-from .requests.options import CallOptions, GenerateOptions, UnsupportedOptionError, make_requests, resolve_options
-from .requests.outputs import RequestEvent, RequestOutput, as_stock_output
-from .requests.prompts import check_token_ids, strip_padding, tokenize
+from .requests.builder import RequestBuilder
+from .requests.fallback import stock_arguments, stock_generate, stock_outputs
+from .requests.options import GenerateOptions, UnsupportedOptionError
+from .requests.outputs import RequestEvent, RequestOutput, as_request_output, as_stock_output
+from .requests.prompts import PromptError, read_prompts, strip_lists, strip_padding, unwrap
 from .requests.stock import infer_attention_mask
 from .requests.text import IncrementalDecoder
 from .requests.validation import check_types
@@ -59,7 +58,8 @@ class ContinuousBatchingGenerator:
         model: one of our models, a live stock `Lfm2ForCausalLM` (adopted: its weights are shared, not copied), or the
             path of a checkpoint. The engine runs on the model's device and in its dtype; a path is loaded from
             safetensors only (`load_model` has the exceptions).
-        tokenizer: for prompts given as text, and for text out. Loaded from the path where the model is one.
+        tokenizer: for prompts given as text, and for text out; or its path. Loaded from the model's path where that is
+            one, and none is given.
         max_batch_tokens: tokens computed a step: the size of a prefill chunk, decodes included.
         max_sequences: requests running at once.
         cache_memory: of K/V blocks and conv states, as bytes or "512MiB", "2GiB"; committed as it is first used.
@@ -89,7 +89,7 @@ class ContinuousBatchingGenerator:
     def __init__(
         self,
         model: PreTrainedModel | str,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | None = None,
         *,
         max_batch_tokens: int = EngineConfig.max_batch_tokens,
         max_sequences: int = EngineConfig.max_sequences,
@@ -122,7 +122,8 @@ class ContinuousBatchingGenerator:
             loaded = load_model(model, dtype, weights=weights)
             tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
             model = loaded
-        self.model, self.tokenizer, self.seed = as_lfm2_cb(model, weights), tokenizer, seed
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.model, self.seed = as_lfm2_cb(model, weights), seed
         check_same_dtype(self.model.dtype, dtype)
         try:
             self.engine = Engine(self.model, config)
@@ -130,8 +131,8 @@ class ContinuousBatchingGenerator:
             if "allocate" not in str(error):
                 raise
             raise MemoryError(f"cache_memory={cache_memory!r} cannot be allocated: {error}") from error
-        self._loop = EngineLoop(self.engine)
-        self._request_ids = itertools.count()
+        self.builder = RequestBuilder(self.model, self.engine, self.tokenizer, seed)
+        self.loop = EngineLoop(self.engine)
         self._num_submitted = itertools.count()
         advice = f"; {default_dtype()} is faster here" if self.model.dtype == torch.float32 != default_dtype() else ""
         logger.info(f"lfm2_cb: {self.model.dtype} on {self.model.device}{advice}, cache {self.engine.plan}")
@@ -145,25 +146,31 @@ class ContinuousBatchingGenerator:
 
     def generate(
         self,
-        prompts: Any,
+        prompts: Any = None,
         generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Any = None,
         progress_bar: bool | None = None,
         streamer: Any = None,
+        *,
+        input_ids: Any = None,
         **generate_kwargs: Any,
     ) -> list[RequestOutput] | torch.Tensor | GenerateDecoderOnlyOutput:
         """Run prompts to their end.
 
         Args:
-            prompts: strings, chats, token-id lists, a `datasets` column; or a left-padded `[batch, length]` tensor.
+            prompts: strings, chats, lists or arrays of token ids, a `datasets` column, what a tokenizer returns; or a
+                left-padded `[batch, length]` tensor.
             generation_config: as in stock `generate()`, whose resolution of defaults is followed; or one a prompt.
-            attention_mask: of a tensor input; inferred as stock does where absent.
+            attention_mask: of padded prompts; of a tensor inferred as stock does where absent.
             progress_bar: None: shown for 32 prompts or more, if transformers' progress bars are on.
             streamer: a transformers streamer, for a single prompt as in stock.
+            input_ids: the prompts by stock's name, as in `generate(**tokenizer(texts))`.
             generate_kwargs: stock's generation options, `logits_processor`, `stopping_criteria`,
                 `prefix_allowed_tokens_fn` and `tokenizer` (for stop strings; ours by default) among them.
                 `max_new_tokens` may be a list with one entry a prompt. Ours: `seed`; `logprobs=k`;
-                `priority` (higher first) and `use_prefix_cache`, each for the call or as a list with one a prompt.
+                `priority` (higher first) and `use_prefix_cache`, each for the call or as a list with one a prompt;
+                `on_error="return"`: a prompt that cannot be run (empty, too long, not in the vocabulary) has an
+                output with its error, and the others run.
         Returns:
             For a tensor, stock's `[batch × num_return_sequences, length]` tensor: prompts as given, answers padded on
             the right; with `return_dict_in_generate`, stock's output class (the scores and logits of a sequence that
@@ -173,25 +180,38 @@ class ContinuousBatchingGenerator:
             PromptError, UnsupportedOptionError, RequestTooLarge: before anything is run.
             RuntimeError: a tensor input of which a request failed.
         """
+        prompts, attention_mask = unwrap(prompts, input_ids, attention_mask)
         if isinstance(prompts, torch.Tensor):
-            options = self.resolve(generation_config, generate_kwargs, len(prompts))
-            token_ids = self._unpad(prompts, attention_mask, options)
-            if options.handed_over:
-                kwargs = self._for_stock(generate_kwargs, streamer)
-                return stock_generate(self.model, prompts, attention_mask, generation_config, options, kwargs)
-            submission = self.enqueue(token_ids, options, width=prompts.shape[-1])
-            self.run(submission, progress_bar, streamer)
-            return as_stock_output(prompts, submission.requests, submission.members, options.config)
-        if attention_mask is not None:
-            raise ValueError("attention_mask goes with a tensor of prompts")
-        token_ids = tokenize(prompts, self.tokenizer)
-        options = self.resolve(generation_config, generate_kwargs, len(token_ids))
-        if options.handed_over:
-            check_token_ids(token_ids, self.model.config.vocab_size, self.model.config.max_position_embeddings)
-            kwargs = self._for_stock(generate_kwargs, streamer)
+            return self._generate_tensor(
+                prompts, generation_config, attention_mask, progress_bar, streamer, generate_kwargs
+            )
+        token_ids, options = self._read(prompts, attention_mask, generation_config, generate_kwargs)
+        if options.left_to_stock:
+            kwargs = stock_arguments(generate_kwargs, streamer)
             outputs = stock_outputs(self.model, token_ids, generation_config, options, kwargs)
             return [dataclasses.replace(output, text=self._text(output.token_ids)) for output in outputs]
         return self.run(self.enqueue(token_ids, options), progress_bar, streamer)
+
+    def _generate_tensor(
+        self,
+        prompts: torch.Tensor,
+        generation_config: Any,
+        attention_mask: torch.Tensor | None,
+        progress_bar: bool | None,
+        streamer: Any,
+        generate_kwargs: dict[str, Any],
+    ) -> torch.Tensor | GenerateDecoderOnlyOutput:
+        if prompts.ndim != 2 or prompts.is_floating_point():
+            raise ValueError(f"a tensor of prompts must be [batch, length] of integers, got {tuple(prompts.shape)}")
+        token_ids, options = self._read(prompts, attention_mask, generation_config, generate_kwargs)
+        if options.call.on_error != "raise":
+            raise UnsupportedOptionError("on_error='return': a tensor of answers has no place for an error; use lists")
+        if options.left_to_stock:
+            kwargs = stock_arguments(generate_kwargs, streamer)
+            return stock_generate(self.model, prompts, attention_mask, generation_config, options, kwargs)
+        submission = self.enqueue(token_ids, options, width=prompts.shape[-1])
+        self.run(submission, progress_bar, streamer, decode=False)
+        return as_stock_output(prompts, submission.requests, submission.members, options.config)
 
     def stream(
         self, prompts: Any, generation_config: GenerationConfig | None = None, **generate_kwargs: Any
@@ -200,9 +220,7 @@ class ContinuousBatchingGenerator:
 
         Steps are run while the caller waits for the next event. Leaving the iteration cancels what is unfinished.
         """
-        token_ids = tokenize(prompts, self.tokenizer)
-        options = self.resolve(generation_config, generate_kwargs, len(token_ids))
-        refuse(options, "stream()")
+        token_ids, options = self._read(*unwrap(prompts), generation_config, generate_kwargs, "stream()")
         submission = self.enqueue(token_ids, options)
         decoders = {m.request_id: (i, self._decoder()) for i, m in enumerate(submission.members)}
         return self._events(submission, decoders)
@@ -211,17 +229,16 @@ class ContinuousBatchingGenerator:
         self, prompt: Any, generation_config: GenerationConfig | None = None, **generate_kwargs: Any
     ) -> RequestHandle:
         """Queue one prompt and return at once; it runs in the background beside whatever else runs."""
-        options = self.resolve(generation_config, generate_kwargs, 1)
-        refuse(options, "submit()")
+        token_ids, options = self._read([prompt], None, generation_config, generate_kwargs, "submit()")
         if options.num_return_sequences != 1:
             raise ValueError("submit() runs one sequence; call it again for more")
-        submission = self.enqueue(tokenize([prompt], self.tokenizer), options, number_offset=next(self._num_submitted))
-        self._loop.run_in_background()
+        submission = self.enqueue(token_ids, options, number_offset=next(self._num_submitted))
+        self.loop.run_in_background()
         return RequestHandle(self, submission)
 
     def close(self) -> None:
         """Cancel what is unfinished and refuse further calls. Calling it again does nothing."""
-        self._loop.close()
+        self.loop.close()
 
     def __enter__(self) -> ContinuousBatchingGenerator:
         return self
@@ -236,59 +253,32 @@ class ContinuousBatchingGenerator:
         generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
         kwargs: dict[str, Any],
         num_prompts: int = 1,
+        face: str | None = None,
     ) -> GenerateOptions:
-        """Options of one call, resolved as stock does and checked."""
-        kwargs = dict(kwargs)
-        given = {f.name: kwargs.pop(f.name) for f in dataclasses.fields(CallOptions) if kwargs.get(f.name) is not None}
-        if "seed" not in given:
-            given["seed"] = self.seed if self.seed is not None else int(torch.randint(2**62, ()))
-        call = CallOptions(**{"tokenizer": self.tokenizer, **given})
-        return resolve_options(self.model, generation_config, num_prompts, call, kwargs)
+        """Options of one call, resolved as stock does and checked; see `RequestBuilder.resolve`."""
+        return self.builder.resolve(generation_config, kwargs, num_prompts, face)
 
     def enqueue(
         self,
-        token_ids: Sequence[Sequence[int]],
+        token_ids: Sequence[list[int] | PromptError],
         options: GenerateOptions,
         first_index: int = 0,
         number_offset: int = 0,
         width: int | None = None,
     ) -> Submission:
-        """Check prompts and queue them all together; nothing runs until somebody waits.
-
-        Args:
-            first_index: of the first of these prompts in its call, whose options may have one entry a prompt.
-            number_offset: added to a prompt's place in what its seed is made from.
-            width: padded length they came with, which total lengths (`max_length`) then count from.
-        """
-        config = self.model.config
-        check_token_ids(token_ids, config.vocab_size, config.max_position_embeddings)
-        requests = make_requests(
-            self.model, token_ids, options, lambda: next(self._request_ids), first_index, number_offset, width
-        )
-        for index, request in enumerate(requests, first_index):
-            for member in (request, *request.forks):
-                member.drafting = self._drafting(options, index)
-        return self._loop.submit(requests)
-
-    def _drafting(self, options: GenerateOptions, index: int) -> Drafting | None:
-        """What the call says about guessing tokens, by stock's names; None: nothing. Raises: TypeError; ValueError."""
-        config, assistant = options.of_prompt(index).config, options.call.assistant_model
-        if assistant is not None and config.prompt_lookup_num_tokens is not None:
-            raise ValueError("assistant_model and prompt_lookup_num_tokens exclude each other")
-        if assistant is not None:
-            return Drafting(self.engine.assistant(as_lfm2_cb(assistant)), config.num_assistant_tokens or 8)
-        if config.prompt_lookup_num_tokens is not None:
-            ngram = config.max_matching_ngram_size or 3
-            return Drafting(self.engine.prompt_lookup(ngram), config.prompt_lookup_num_tokens)
-        return None
+        """Check prompts and queue them all together; nothing runs until somebody waits. See `RequestBuilder.build`."""
+        return self.loop.submit(self.builder.build(token_ids, options, first_index, number_offset, width))
 
     def run(
-        self, submission: Submission, progress_bar: bool | None = False, streamer: Any = None
+        self, submission: Submission, progress_bar: bool | None = False, streamer: Any = None, decode: bool = True
     ) -> list[RequestOutput]:
-        """Wait for a submission, and give its outputs in order of submission."""
+        """Wait for a submission, and give its outputs in order of submission.
+
+        Args: decode: whether they have their `text`; it is None otherwise.
+        """
         if streamer is not None:
             if len(submission.members) != 1:
-                self._loop.abandon(submission)
+                self.loop.abandon(submission)
                 raise ValueError("a streamer takes one sequence, as in stock generate(); use stream() for many")
             streamer.put(torch.tensor([submission.members[0].prompt_token_ids]))
         if progress_bar is None:
@@ -301,7 +291,7 @@ class ContinuousBatchingGenerator:
                 bar.update(output.finished)
         if streamer is not None:
             streamer.end()
-        return [self._output(request) for request in submission.members]
+        return [self._output(request, decode) for request in submission.members]
 
     def wait_any(self, submissions: Sequence[Submission]) -> None:
         """Drive until one of these has finished. Ctrl-C takes effect between two steps."""
@@ -311,22 +301,32 @@ class ContinuousBatchingGenerator:
     def abandon(self, submissions: Sequence[Submission]) -> None:
         """Cancel what is unfinished of these, and wait for that."""
         for submission in submissions:
-            self._loop.cancel(submission.members)
+            self.loop.cancel(submission.members)
         for submission in submissions:
-            self._loop.abandon(submission)
+            self.loop.abandon(submission)
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        if not self._loop.wait(done):
+        if not self.loop.wait(done):
             raise RuntimeError("the engine has lost track of a request")
 
-    def _unpad(
-        self, prompts: torch.Tensor, attention_mask: torch.Tensor | None, options: GenerateOptions
-    ) -> list[list[int]]:
-        if prompts.ndim != 2 or prompts.is_floating_point():
-            raise ValueError(f"a tensor of prompts must be [batch, length] of integers, got {tuple(prompts.shape)}")
-        if attention_mask is None:
-            attention_mask = infer_attention_mask(self.model, prompts, options.config)
-        return strip_padding(prompts, attention_mask)
+    def _read(
+        self,
+        prompts: Any,
+        attention_mask: Any,
+        generation_config: Any,
+        kwargs: dict[str, Any],
+        face: str | None = None,
+    ) -> tuple[Sequence[list[int] | PromptError], GenerateOptions]:
+        """A call's prompts as token ids, without padding (or what is wrong with one), and its options."""
+        if isinstance(prompts, torch.Tensor) and prompts.ndim == 2:
+            options = self.resolve(generation_config, kwargs, len(prompts), face)
+            if attention_mask is None:
+                attention_mask = infer_attention_mask(self.model, prompts, options.config)
+            return strip_padding(prompts, attention_mask), options
+        token_ids = read_prompts(prompts, self.tokenizer)
+        if attention_mask is not None:
+            token_ids = strip_lists(token_ids, attention_mask)
+        return token_ids, self.resolve(generation_config, kwargs, len(token_ids), face)
 
     def _outputs(self, submission: Submission) -> Iterator[StepOutput]:
         """What happens to a submission, as it happens. Leaving early cancels what is unfinished."""
@@ -338,7 +338,7 @@ class ContinuousBatchingGenerator:
                     yield submission.outputs.popleft()
         finally:
             if not submission.is_finished:
-                self._loop.abandon(submission)
+                self.loop.abandon(submission)
 
     def _events(
         self, submission: Submission, decoders: dict[int, tuple[int, IncrementalDecoder | None]]
@@ -347,37 +347,16 @@ class ContinuousBatchingGenerator:
             index, decoder = decoders[output.request.request_id]
             text = decoder.add(output.new_token_ids, output.finished) if decoder is not None else None
             reason = output.request.finish_reason if output.finished else None
-            yield RequestEvent(index, output.new_token_ids, text, output.finished, reason)
+            yield RequestEvent(index, output.new_token_ids, text, output.finished, reason, output.request.error)
 
     def _decoder(self) -> IncrementalDecoder | None:
         return None if self.tokenizer is None else IncrementalDecoder(self.tokenizer)
 
-    def _output(self, request: Request) -> RequestOutput:
-        assert request.finish_reason is not None
-        trace: Trace = request.params.trace or Trace()
-        return RequestOutput(
-            request.prompt_token_ids,
-            request.output_token_ids,
-            self._text(request.output_token_ids),
-            request.finish_reason,
-            request.metrics,
-            request.error,
-            torch.stack(trace.scores) if trace.scores else None,
-            torch.stack(trace.logits) if trace.logits else None,
-            trace.logprobs if trace.num_logprobs is not None else None,
-        )
+    def _output(self, request: Request, decode: bool = True) -> RequestOutput:
+        return as_request_output(request, self._text(request.output_token_ids) if decode else None)
 
     def _text(self, token_ids: list[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(token_ids, skip_special_tokens=True)
-
-    def _for_stock(self, generate_kwargs: dict[str, Any], streamer: Any) -> dict[str, Any]:
-        """The arguments of a call that is handed over, without those that are ours."""
-        ours = {f.name for f in dataclasses.fields(CallOptions)}
-        for name in ("logprobs", "assistant_model"):
-            if generate_kwargs.get(name) is not None:
-                raise UnsupportedOptionError(f"{name} does not go with options that stock generate() has to run")
-        kept = {name: value for name, value in generate_kwargs.items() if name not in ours}
-        return {**kept, "streamer": streamer}
 
 
 class RequestHandle:
@@ -391,11 +370,11 @@ class RequestHandle:
 
     def result(self, timeout: float | None = None) -> RequestOutput:
         """Wait for the end. Raises: TimeoutError: not there after `timeout` seconds (it keeps running)."""
-        loop, submission = self._generator._loop, self._submission
+        loop, submission = self._generator.loop, self._submission
         if not loop.wait(lambda: submission.is_finished, timeout):
             raise TimeoutError(f"the request is not finished after {timeout} s")
         return self._generator._output(submission.requests[0])
 
     def cancel(self) -> None:
         """End the request; `result()` then gives what it had, with finish_reason "cancelled"."""
-        self._generator._loop.cancel(self._submission.requests)
+        self._generator.loop.cancel(self._submission.requests)

@@ -29,7 +29,7 @@ def stock():
 def generator(stock):
     with ContinuousBatchingGenerator(stock, cache_memory="4MiB", block_size=8) as generator:
         yield generator
-        assert not generator.engine.has_unfinished and not generator._loop._submissions
+        assert not generator.engine.has_unfinished and not generator.loop._submissions
         generator.engine.scheduler.cache.check_integrity([])
 
 
@@ -159,7 +159,7 @@ def test_a_criterion_that_calls_back_is_refused_and_does_not_hang(stock, generat
 
     bad, *_ = generator.generate([[5, 6]], stopping_criteria=[nosy], max_new_tokens=3, **GREEDY)
     assert isinstance(bad.error, ReentrantError)
-    closing, *_ = generator.generate([[5, 6]], stopping_criteria=[lambda *_: generator._loop.wait(bool)], **GREEDY)
+    closing, *_ = generator.generate([[5, 6]], stopping_criteria=[lambda *_: generator.loop.wait(bool)], **GREEDY)
     assert isinstance(closing.error, ReentrantError)
     assert_usable(generator, stock)
 
@@ -206,7 +206,7 @@ def test_ctrl_c_while_another_thread_drives(stock, generator):
         raise AssertionError("it was not interrupted")
     running = list(generator.engine.scheduler.running)
     assert len(running) == 1 and running[0].prompt_token_ids == [5, 6]  # the other's call goes on
-    generator._loop.cancel(running)
+    generator.loop.cancel(running)
     endless.join(SECONDS)
     assert not endless.is_alive()
     assert_usable(generator, stock)
@@ -252,8 +252,8 @@ def test_cancelling_what_has_just_finished_leaves_no_work(stock, generator):
     handle.cancel()
     assert not generator.engine.has_unfinished
     generator.engine.cancel(handle._submission.requests[0])  # as when it finishes between the look and the cancel
-    generator._loop.run_in_background()
-    thread = generator._loop._background
+    generator.loop.run_in_background()
+    thread = generator.loop._background
     if thread is not None:
         thread.join(SECONDS)
         assert not thread.is_alive()
@@ -262,7 +262,7 @@ def test_cancelling_what_has_just_finished_leaves_no_work(stock, generator):
 def test_a_forked_child_is_refused_at_once(stock, generator):
     stream = generator.stream([[5, 6]], max_new_tokens=30, **GREEDY)
     next(stream)
-    with generator._loop._changed:  # a fork may find the lock taken, by a thread that the child does not have
+    with generator.loop._changed:  # a fork may find the lock taken, by a thread that the child does not have
         read, write = os.pipe()
         child = os.fork()
         if child == 0:

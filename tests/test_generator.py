@@ -244,7 +244,7 @@ def test_streamer_sees_what_stocks_would(demo, demo_stock):
         ([[5] * 9], {"max_length": 4}, ValueError, "max_length"),
         (torch.tensor([[5.0]]), {}, ValueError, "integers"),
         (torch.tensor([5]), {}, ValueError, r"\[batch, length\]"),
-        ([[5]], {"attention_mask": torch.ones(1, 1)}, ValueError, "attention_mask"),
+        ([[5]], {"attention_mask": torch.ones(1, 2)}, ValueError, "attention_mask"),
     ],
 )
 def test_bad_input_gives_one_clear_error(stock, generator, prompts, kwargs, error, message):
@@ -342,7 +342,7 @@ def test_memory_does_not_grow_with_requests_served(generator):
     rng = random.Random(5)
     for _ in range(5):
         generator.generate(random_prompts(rng, 30, 10), max_new_tokens=2)
-    assert not generator._loop._submissions and len(generator.engine._inbox) == 0
+    assert not generator.loop._submissions and len(generator.engine._inbox) == 0
     assert generator.engine.scheduler.num_waiting == 0
     assert len(generator.engine.scheduler.policy._heap) == 0
 

@@ -13,9 +13,8 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import GenerationConfig
 
 from lfm2_cb.generator import ContinuousBatchingGenerator
-from lfm2_cb.requests.fallback import refuse
 from lfm2_cb.requests.outputs import RequestOutput
-from lfm2_cb.requests.prompts import tokenize
+from lfm2_cb.requests.prompts import read_prompts
 
 
 class RankError(RuntimeError):
@@ -54,10 +53,10 @@ def generate_across_processes(
     generate_kwargs["seed"] = _common_seed(generate_kwargs.get("seed"), generator)
     with state.split_between_processes(list(range(len(prompts)))) as mine:
         try:
-            options = generator.resolve(generation_config, generate_kwargs, len(prompts))
-            refuse(options, "generate_across_processes()")
+            face = "generate_across_processes()"
+            options = generator.resolve(generation_config, generate_kwargs, len(prompts), face)
             if mine:
-                token_ids = tokenize([prompts[i] for i in mine], generator.tokenizer)
+                token_ids = read_prompts([prompts[i] for i in mine], generator.tokenizer)
                 submission = generator.enqueue(token_ids, options, first_index=mine[0])
                 outputs = generator.run(submission, progress_bar and state.is_main_process)
         except Exception:

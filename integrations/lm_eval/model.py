@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from lfm2_cb.engine.config import EngineConfig
 from lfm2_cb.generator import ContinuousBatchingGenerator
-from lfm2_cb.requests.fallback import refuse
 from lfm2_cb.requests.options import GenerateOptions, UnsupportedOptionError
 from lfm2_cb.scheduling.request import FinishReason
 from lfm2_cb.scoring import Scorer
@@ -98,13 +97,12 @@ class Lfm2CbLM(HFLM):
         for index, call in enumerate(calls):
             key = repr(call.kwargs)
             if key not in options:
-                options[key] = self.generator.resolve(None, call.kwargs)
-                refuse(options[key], "lm-eval's generate_until")
+                options[key] = self.generator.resolve(None, call.kwargs, face="lm-eval's generate_until")
             submissions.append(self.generator.enqueue([call.token_ids], call.stopping(options[key]), index))
         texts = []
         with tqdm(total=len(calls), disable=disable_tqdm or self.rank != 0, desc="generate_until") as bar:
             for index, (call, submission) in enumerate(zip(calls, submissions, strict=True)):
-                (output,) = self.generator.run(submission)
+                (output,) = self.generator.run(submission, decode=False)
                 if output.finish_reason is FinishReason.ERROR:
                     raise RuntimeError(f"request {index} failed: {output.error!r}") from output.error
                 texts.append(call.text(output.token_ids))

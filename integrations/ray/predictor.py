@@ -12,9 +12,8 @@ import torch
 
 from lfm2_cb.generator import ContinuousBatchingGenerator
 from lfm2_cb.loading import load_model, load_tokenizer
-from lfm2_cb.requests.fallback import refuse
 from lfm2_cb.requests.outputs import RequestOutput
-from lfm2_cb.requests.prompts import tokenize
+from lfm2_cb.requests.prompts import read_prompts
 
 
 class Lfm2CbPredictor:
@@ -33,13 +32,15 @@ class Lfm2CbPredictor:
         model: checkpoint path, readable on every node.
         prompt_column: texts, chats or lists of token ids.
         output_column: where the generated text goes. Beside it come `finish_reason`, `num_tokens` and `error`, which
-            is "" for a row that went well; a row that cannot be run says why there, and stops nobody else.
+            is "" for a row that went well; a row that cannot be run says why there, and stops nobody else (unless
+            `generation_kwargs` has `on_error="raise"`).
         generation_kwargs: as of `ContinuousBatchingGenerator.generate()`, one sequence a row. With a `seed`, sampled
             answers depend on it and on the batch the row is in; without, each batch draws its own.
         generator_kwargs: options of `ContinuousBatchingGenerator`.
         device: None: CUDA where Ray gave the actor a GPU.
         dtype: as of `load_model`: "auto" (or None), the checkpoint's own; or a torch dtype or its name.
-    Raises: UnsupportedOptionError, TypeError, ValueError: an option that cannot be honoured, when the actor starts.
+    Raises: when the actor starts, what `load_model` refuses (`UnsafeCheckpointError`, TypeError: no LFM2), and
+        UnsupportedOptionError, TypeError, ValueError: an option that cannot be honoured.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class Lfm2CbPredictor:
         self.prompt_column, self.output_column = prompt_column, output_column
         self.generation_kwargs = dict(generation_kwargs or {})
         self.seed = self.generation_kwargs.pop("seed", None)
-        network = load_model(model, dtype)
+        engine_options = dict(generator_kwargs or {})
+        network = load_model(model, dtype, weights=engine_options.pop("weights", None))
         network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        self.generator = ContinuousBatchingGenerator(network, load_tokenizer(model), **(generator_kwargs or {}))
-        options = self.generator.resolve(None, self.generation_kwargs)
-        refuse(options, "Lfm2CbPredictor")
+        self.generator = ContinuousBatchingGenerator(network, load_tokenizer(model), **engine_options)
+        options = self.generator.resolve(None, self.generation_kwargs, face="Lfm2CbPredictor")
         if options.num_return_sequences != 1:
             raise ValueError(f"Lfm2CbPredictor makes one sequence a row, not {options.num_return_sequences}")
 
@@ -67,27 +68,20 @@ class Lfm2CbPredictor:
         """The batch with its new columns, in its order."""
         if self.prompt_column not in batch:
             raise ValueError(f"no column {self.prompt_column!r}, only {', '.join(batch)}")
-        results = self._generate([_plain(value) for value in batch[self.prompt_column]])
-        done = [result if isinstance(result, RequestOutput) else None for result in results]
+        outputs = self._generate([_plain(value) for value in batch[self.prompt_column]])
         return {
             **batch,
-            self.output_column: [output.text if output else "" for output in done],
-            "finish_reason": [str(output.finish_reason) if output else "error" for output in done],
-            "num_tokens": np.array([len(output.token_ids) if output else 0 for output in done], dtype=np.int64),
-            "error": [_error(result) for result in results],
+            self.output_column: [output.text or "" for output in outputs],
+            "finish_reason": [str(output.finish_reason) for output in outputs],
+            "num_tokens": np.array([len(output.token_ids) for output in outputs], dtype=np.int64),
+            "error": [_error(output) for output in outputs],
         }
 
-    def _generate(self, prompts: list[Any]) -> list[RequestOutput | Exception]:
-        """An output for each prompt, or what was wrong with it."""
-        options = self.generator.resolve(None, {**self.generation_kwargs, "seed": self._batch_seed(prompts)})
-        submissions: list[Any] = []
-        for index, prompt in enumerate(prompts):
-            try:
-                token_ids = tokenize([prompt], self.generator.tokenizer)
-                submissions.append(self.generator.enqueue(token_ids, options, first_index=index))
-            except ValueError as error:  # empty, too long, not a prompt: this row's own affair
-                submissions.append(error)
-        return [s if isinstance(s, Exception) else self.generator.run(s)[0] for s in submissions]
+    def _generate(self, prompts: list[Any]) -> list[RequestOutput]:
+        given = {"on_error": "return", **self.generation_kwargs, "seed": self._batch_seed(prompts)}
+        token_ids = read_prompts(prompts, self.generator.tokenizer)
+        options = self.generator.resolve(None, given, len(token_ids))
+        return self.generator.run(self.generator.enqueue(token_ids, options))
 
     def _batch_seed(self, prompts: list[Any]) -> int:
         if self.seed is None:
@@ -100,6 +94,5 @@ def _plain(value: Any) -> Any:
     return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
 
 
-def _error(result: RequestOutput | Exception) -> str:
-    error = result.error if isinstance(result, RequestOutput) else result
-    return "" if error is None else f"{type(error).__name__}: {error}"
+def _error(output: RequestOutput) -> str:
+    return "" if output.error is None else f"{type(output.error).__name__}: {output.error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -225,8 +226,7 @@ class Job:
     def _record(self, row: Row, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         kept = row.kept if row.digest is None else {**row.kept, DIGEST_FIELD: row.digest}
         if row.error is not None:
-            # The row was a call of its own, in which it was prompt 0.
-            reason = str(row.error).replace("prompt 0 ", "the prompt ", 1)
+            reason = re.sub(r"^prompt \d+ ", "the prompt ", str(row.error))  # the record has its index
             return {"index": row.index, "error": f"{type(row.error).__name__}: {reason}", **kept}
         answers: dict[str, Any] = {
             "text": [output.text for output in outputs],

@@ -20,7 +20,6 @@ from ..engine.loop import BrokenError
 from ..generator import ContinuousBatchingGenerator
 from ..loading import describe_files
 from ..ops.native.library import NativeUnavailable
-from ..requests.fallback import refuse
 from .bench import bench
 from .flags import (
     Parser,
@@ -139,8 +138,7 @@ def _generate(args: argparse.Namespace) -> int:
         **{"options": options, "generation_config": None if config is None else config.to_dict()},
     }
     with _make_generator(args) as generator:
-        resolved = generator.resolve(config, options)
-        refuse(resolved, "lfm2-cb generate")
+        resolved = generator.resolve(config, options, face="lfm2-cb generate")
         job = Job(generator, resolved, args.column, args.keep, args.ordered)
         job.check_options()
         files = PipeFiles(1) if to_pipe else JobFiles(Path(args.output), record, args.overwrite, args.retry_errors)

@@ -100,20 +100,19 @@ class Engine:
         return known
 
     def check_fits(self, request: Request) -> None:
-        """Raises: RequestTooLarge."""
+        """Raises: RequestTooLarge: it could never run, with the numbers."""
         self.scheduler.check_fits(request)
 
     def add(self, request: Request) -> None:
-        """Queue one request; see `add_all`."""
+        """Queue one request; see `add_all`. Raises: RequestTooLarge."""
+        self.check_fits(request)
         self.add_all([request])
 
     def add_all(self, requests: list[Request]) -> None:
         """Queue requests (whose `params` are `SamplingParams`) with their forks, known to come together.
 
-        Raises: RequestTooLarge: one could never run, with the numbers; then none is queued.
+        They have passed `check_fits` (as `RequestBuilder` makes them): one that does not fit would wait for ever.
         """
-        for request in requests:
-            self.check_fits(request)
         now = time.perf_counter()
         for request in requests:
             for r in (request, *request.forks):

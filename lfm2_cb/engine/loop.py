@@ -21,7 +21,7 @@ from types import FrameType
 
 from transformers.utils import logging
 
-from ..scheduling.request import FinishReason, Request, RequestStatus
+from ..scheduling.request import FinishReason, Request
 from .engine import Engine, StepOutput
 
 logger = logging.get_logger("transformers.lfm2_cb")
@@ -47,13 +47,16 @@ class ReentrantError(RuntimeError):
 
 
 class Submission:
-    """Requests submitted together, and what has happened to them that nobody has taken note of yet."""
+    """Requests submitted together, and what has happened to them that nobody has taken note of yet.
 
-    def __init__(self, requests: list[Request]) -> None:
-        self.requests = requests
+    Some may have ended before they were submitted, with an error.
+    """
+
+    def __init__(self, requests: list[Request], keep_outputs: bool = True) -> None:
+        self.requests, self.keep_outputs = requests, keep_outputs
         self.members = [r for request in requests for r in (request, *request.forks)]
-        self.outputs: deque[StepOutput] = deque()
-        self.num_unfinished = len(self.members)
+        self.outputs = deque(StepOutput(member, [], True) for member in self.members if member.is_finished)
+        self.num_unfinished = len(self.members) - len(self.outputs)
 
     @property
     def is_finished(self) -> bool:
@@ -81,19 +84,23 @@ class EngineLoop:
         _loops.add(self)
 
     @property
+    def broken_by(self) -> BaseException | None:
+        """What has made the engine unusable."""
+        return self._broken_by
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return self._broken_by is None and self.engine.has_unfinished
 
-    def submit(self, requests: list[Request]) -> Submission:
+    def submit(self, requests: list[Request], keep_outputs: bool = True) -> Submission:
         """Queue requests (and their forks) all together.
 
-        Raises: RequestTooLarge: one could never run, and then none is queued. ClosedError; BrokenError; ForkedError.
+        Args: keep_outputs: for whoever reads the submission's `outputs`; not for one who drives, and has them so.
+        Raises: ClosedError; BrokenError; ForkedError.
         """
-        self._check_process()
-        for request in requests:
-            self.engine.check_fits(request)
-        submission = Submission(requests)
+        self.check_process()
+        submission = Submission(requests, keep_outputs)
         with self._changed:
             if self._closed:
                 raise ClosedError("this ContinuousBatchingGenerator is closed")
@@ -101,8 +108,9 @@ class EngineLoop:
                 message = f"a failed step left this generator unusable ({self._broken_by!r}): make a new one"
                 raise BrokenError(message) from self._broken_by
             for member in submission.members:
-                self._submissions[member.request_id] = submission
-            self.engine.add_all(requests)
+                if not member.is_finished:
+                    self._submissions[member.request_id] = submission
+            self.engine.add_all([request for request in requests if not request.is_finished])
             self._changed.notify_all()
         return submission
 
@@ -124,38 +132,68 @@ class EngineLoop:
         Returns: whether it is done; False after `timeout` seconds (a step under way is finished first).
         Raises: ForkedError; ReentrantError. What `done` raises.
         """
-        self._check_process()
-        me, deadline = threading.get_ident(), None if timeout is None else time.monotonic() + timeout
-        if self._driver == me:
-            raise ReentrantError("this runs inside a step of the generator it waits for: it would wait for ever")
-        while True:
-            outputs: list[StepOutput] = []
-            try:
-                with self._changed:
-                    while self._driver is not None and not done():
-                        if not self._changed.wait(_left(deadline)):
-                            return done()
-                    if done():
-                        return True
-                    if _left(deadline) == 0:
-                        return False
-                    if not self.has_work:
-                        return False  # nobody will make it happen
-                    self._driver = me
+        self.check_process()
+        self.check_reentrance()
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def may_drive() -> bool:
+            while self._driver is not None and not done():
+                if not self._changed.wait(_left(deadline)):
+                    return False
+            return not done() and _left(deadline) != 0 and self.has_work  # without work nobody makes it happen
+
+        while self._drive(may_drive) is not None:
+            pass
+        return done()
+
+    def drive_once(self, before_step: Callable[[], None] | None = None) -> list[StepOutput]:
+        """Run one step in this thread, once no other thread drives; what waits or reads elsewhere is told as ever.
+
+        Args:
+            before_step: called between two steps, also where there is nothing to do. It may take its time (others
+                wait); what it raises is a fault of the step.
+        Returns: what the step did, to whomever.
+        Raises: ForkedError; ReentrantError.
+        """
+        self.check_process()
+        self.check_reentrance()
+
+        def may_drive() -> bool:
+            while self._driver is not None:
+                self._changed.wait()
+            return True
+
+        return self._drive(may_drive, before_step) or []
+
+    def _drive(
+        self, may_drive: Callable[[], bool], before_step: Callable[[], None] | None = None
+    ) -> list[StepOutput] | None:
+        """Run a step where `may_drive()`, which is asked under the lock. None: it may not."""
+        me = threading.get_ident()
+        outputs: list[StepOutput] = []
+        try:
+            with self._changed:
+                if not may_drive():
+                    return None
+                self._driver = me
+            if before_step is not None:
+                before_step()
+            if self.has_work:
                 outputs = self.engine.step()
-            except BaseException as error:
-                if self._driver != me:
-                    raise  # no step was under way
+        except BaseException as error:
+            if self._driver != me:
+                raise  # no step was under way
+            with self._changed:
+                outputs = self._fail_step(error)
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            if self._driver == me:
                 with self._changed:
-                    outputs = self._fail_step(error)
-                if not isinstance(error, Exception):
-                    raise
-            finally:
-                if self._driver == me:
-                    with self._changed:
-                        self._driver = None  # first, and nobody else can see it before the lock is free
-                        self._changed.notify_all()
-                        self._dispatch(outputs)
+                    self._driver = None  # first, and nobody else can see it before the lock is free
+                    self._changed.notify_all()
+                    self._dispatch(outputs)
+        return outputs
 
     def run_in_background(self) -> None:
         """Make sure that a thread drives until all work is done; it then ends."""
@@ -207,10 +245,16 @@ class EngineLoop:
             members = [member for member in members if member.is_finished]
         logger.error(f"lfm2_cb: a step failed outside the network, ending {len(members)} requests: {error!r}")
         for member in members:
-            member.status, member.finish_reason, member.error = RequestStatus.FINISHED, FinishReason.ERROR, error
+            member.fail(error)
         return [StepOutput(member, [], True) for member in members]
 
-    def _check_process(self) -> None:
+    def check_reentrance(self) -> None:
+        """Raises: ReentrantError: this thread is inside a step."""
+        if self._driver == threading.get_ident():
+            raise ReentrantError("this runs inside a step of the generator it waits for: it would wait for ever")
+
+    def check_process(self) -> None:
+        """Raises: ForkedError: this process is not the one that made the loop."""
         if self._process_id != os.getpid():
             raise ForkedError(
                 f"this ContinuousBatchingGenerator was made in process {self._process_id}, before a fork: start "
@@ -220,7 +264,8 @@ class EngineLoop:
     def _dispatch(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
             submission = self._submissions[output.request.request_id]
-            submission.outputs.append(output)
+            if submission.keep_outputs:
+                submission.outputs.append(output)
             if output.finished:
                 submission.num_unfinished -= 1
                 del self._submissions[output.request.request_id]

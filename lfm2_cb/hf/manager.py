@@ -6,7 +6,7 @@ import copy
 import itertools
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -16,24 +16,23 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.utils import logging
 
-from ..engine.engine import Engine, StepOutput
+from ..engine.engine import StepOutput
 from ..generator import ContinuousBatchingGenerator
 from ..loading import as_lfm2_cb
-from ..requests.fallback import refuse
-from ..requests.options import GenerateOptions, make_requests, sequence_seed
-from ..requests.prompts import check_token_ids, tokenize
-from ..scheduling.request import FinishReason
-from ..scheduling.request import RequestStatus as EngineStatus
+from ..requests.builder import sequence_seed
+from ..requests.options import GenerateOptions
+from ..requests.prompts import PromptError, read_prompts
 from .manager_config import check_config, engine_config
 from .manager_outputs import (
     BatchProcessor,
+    CbGenerationOutput,
     LiveRequest,
-    OutputReader,
     OutputRouter,
     ProcessedLogprobs,
     SchedulerView,
 )
-from .manager_thread import ThreadStatus, forget_cached, weights_version
+from .manager_thread import GenerationThread, forget_cached
+from .stock_manager import ThreadStatus, keep_manager
 
 logger = logging.get_logger("transformers.lfm2_cb")
 
@@ -41,8 +40,8 @@ logger = logging.get_logger("transformers.lfm2_cb")
 QUEUE_TIMEOUT = 10
 
 
-class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
-    """Stock's manager in name, type and behaviour; all that it does is done here, by our engine in a thread.
+class Lfm2CbManager(ContinuousBatchingManager):
+    """Stock's manager in name, type and behaviour; our engine does the work, driven through its loop by a thread.
 
     What is better than in stock: any option of `generate()` goes with a request; a cancelled request gets a last
     output; results of one request can be waited for without turning over those of others; what is refused raises.
@@ -72,15 +71,14 @@ class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
         self.num_return_sequences = generation_config.num_return_sequences or 1
         self._generator: ContinuousBatchingGenerator | None = None
         self._placed: tuple[torch.dtype, torch.device] | None = None  # where the generator's cache is
-        self._generation_thread: threading.Thread | None = None
+        self._generation_thread: GenerationThread | None = None
         self._is_destroyed = False
         self._wake_up_loop = threading.Event()
         self._changed = threading.Condition()  # guards all below; told of every output and every end
         self.output_router = OutputRouter(self._changed)
         self._live: dict[str, LiveRequest] = {}
         self._names: dict[int, str] = {}  # engine's request id → its user's
-        self._engine_ids, self._num_named, self._num_calls = itertools.count(), itertools.count(), itertools.count()
-        self._version, self._was_idle = -1, True  # of the weights when the engine last ran; whether it is idle
+        self._num_named, self._num_calls = itertools.count(), itertools.count()
 
     # The engine
 
@@ -92,8 +90,8 @@ class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
             if known is not None:
                 if known.model is ours and self._placed == (ours.dtype, ours.device):
                     return known
-                if self._live:
-                    raise RuntimeError("the model was moved or replaced while requests are running")
+                if self._live or self.is_running():
+                    raise RuntimeError("the model was moved or replaced while the manager runs: stop it before")
             options = engine_config(self.continuous_batching_config, ours)
             self._generator = ContinuousBatchingGenerator(ours, **vars(options))
             self._placed = (ours.dtype, ours.device)
@@ -124,9 +122,17 @@ class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
             logger.warning("Manager thread is already running.")
             return
         self.background_thread_status.clear()
-        engine = self._prepare().engine
-        forget_cached(engine)
-        self._generation_thread = threading.Thread(target=self._run, args=(engine,), name="lfm2_cb", daemon=True)
+        loop = self._prepare().loop
+        forget_cached(loop.engine)
+        self._generation_thread = GenerationThread(
+            loop,
+            self.model,
+            self.background_thread_status,
+            self._changed,
+            self._wake_up_loop,
+            deliver=self._deliver,
+            on_end=self._end,
+        )
         self._generation_thread.start()
 
     def stop(
@@ -155,7 +161,7 @@ class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
         if block:
             self.join(perf_counter(), timeout)
         if keep_for_next_session:
-            self.model._cached_continuous_batching_manager = self
+            keep_manager(self.model, self)
         elif self._generation_thread is None:
             self._generator = self.batch_processor = None
             self.warmed_up = False
@@ -218,7 +224,7 @@ class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
             RuntimeError: stopping or dead.
         """
         kwargs = {**generate_kwargs, "max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        token_ids = tokenize([input_ids], None)
+        token_ids = read_prompts([input_ids], None)
         names = [self._new_name() if request_id is None else request_id]
         return self._add(names, token_ids, kwargs, streaming, record_timestamps)[0][-1]
 
@@ -243,7 +249,7 @@ class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
         **generate_kwargs: Any,
     ) -> list[list[str]]:
         """As `add_requests`. Returns: the ids of every sequence of each prompt, its own id last."""
-        token_ids = tokenize(inputs, None)
+        token_ids = read_prompts(inputs, None)
         kwargs = {**generate_kwargs, "max_new_tokens": max_new_tokens}
         return self._add([self._new_name() for _ in token_ids], token_ids, kwargs, streaming, record_timestamps)
 
@@ -251,13 +257,17 @@ class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
         return f"req_{next(self._num_named)}"
 
     def _add(
-        self, names: list[str], token_ids: list[list[int]], kwargs: dict[str, Any], streaming: bool, timestamps: bool
+        self,
+        names: list[str],
+        token_ids: list[list[int] | PromptError],
+        kwargs: dict[str, Any],
+        streaming: bool,
+        timestamps: bool,
     ) -> list[list[str]]:
         self._check_open()
-        generator, config = self._prepare(), self.model.config
+        generator = self._prepare()
         options = self._resolve(generator, kwargs, len(token_ids))
-        check_token_ids(token_ids, config.vocab_size, config.max_position_embeddings)
-        requests = make_requests(generator.model, token_ids, options, lambda: next(self._engine_ids))
+        requests = generator.builder.build(token_ids, options)
         groups = [
             {f"{name}__child#{i}": child for i, child in enumerate(request.forks)} | {name: request}
             for name, request in zip(names, requests, strict=True)
@@ -272,13 +282,16 @@ class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
             self._check_open()
             if taken := live.keys() & self._live.keys():
                 raise ValueError(f"request ids in use: {', '.join(sorted(taken))}")
-            generator.engine.add_all(requests)
+            generator.loop.submit(requests, keep_outputs=False)
             self._live.update(live)
             self._names.update({entry.request.request_id: name for name, entry in live.items()})
+            self._deliver([StepOutput(e.request, [], True) for e in live.values() if e.request.is_finished])
         self._wake_up_loop.set()
         return [list(group) for group in groups]
 
     def _check_open(self) -> None:
+        if self._generator is not None:
+            self._generator.loop.check_process()
         if denial := self.background_thread_status.can_accept_new_requests():
             raise RuntimeError(denial) from self.background_thread_status.fatal_error
 
@@ -290,9 +303,7 @@ class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
         config.cache_implementation = None  # "paged" is how generate() is asked to come here, and the cache is ours
         given.pop("cache_implementation", None)
         seed = sequence_seed(self._seed, next(self._num_calls), 0)  # unless the request has one of its own
-        options = generator.resolve(config, {"seed": seed, **given}, num_prompts)
-        refuse(options, "continuous batching")
-        return options
+        return generator.resolve(config, {"seed": seed, **given}, num_prompts, face="continuous batching")
 
     def _wait_for_place(self) -> None:
         size, scheduler = self.continuous_batching_config.max_queue_size, self.batch_processor.scheduler  # type: ignore[union-attr]
@@ -304,56 +315,56 @@ class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
         with self._changed:
             entry = self._live.get(request_id)
             if entry is not None and self._generator is not None:
-                self._generator.engine.cancel(entry.request)
+                self._generator.loop.cancel([entry.request])
         self._wake_up_loop.set()
 
-    # The thread
+    # Outputs out
 
-    def _run(self, engine: Engine) -> None:
-        model, device = engine.runner.model, engine.runner.model.device
-        if device.type == "cuda" and device.index is not None:
-            torch.cuda.set_device(device)
-        in_training = [module for module in model.modules() if module.training]
-        model.eval()
-        error: Exception | None = None
-        try:
-            while self._advance(engine):
-                pass
-        except Exception as caught:  # what one request or one step gets wrong, the engine deals with; this is a bug
-            logger.error("lfm2_cb: the generation thread died", exc_info=True)
-            error = caught
-        finally:
-            for module in in_training:
-                module.training = True
-            self._end(error)
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> CbGenerationOutput | None:
+        """Wait for the next output, of one request or of any.
 
-    def _advance(self, engine: Engine) -> bool:
-        """Run a step, or wait for something to do. Returns: False once it is time to end."""
+        Returns: None after `timeout` seconds, or where none will come: not running, or no such request.
+        Raises: ReentrantError: called inside a step, by a logits processor or stopping criterion. ForkedError.
+        """
+        if self._generator is not None:
+            self._generator.loop.check_process()
+            self._generator.loop.check_reentrance()
+
+        def is_over() -> bool:
+            return self._is_silent() or (request_id is not None and request_id not in self._live)
+
+        return self.output_router.get(request_id, is_over, timeout)
+
+    def _is_silent(self) -> bool:
         status = self.background_thread_status
-        if status.is_pause_requested():
-            status.pause_and_wait()
-            forget_cached(engine)
-        with self._changed:  # nothing is added between looking and leaving
-            stop, busy = status.local_status, engine.has_unfinished
-        if stop == status.HARD_STOP or (stop == status.FLUSH_AND_STOP and not busy):
-            return False
-        if not busy:
-            self._wake_up_loop.wait()
-            self._wake_up_loop.clear()
-            return True
-        if self._was_idle and (version := weights_version(self.model, engine.runner.model)) != self._version:
-            forget_cached(engine)
-            self._version = version
-        outputs = engine.step()
-        self._was_idle = not engine.has_unfinished  # before anybody hears of it, and changes weights
-        self._deliver(outputs)
-        return True
+        return self._generation_thread is None or status.local_status == status.STOPPED
+
+    def __iter__(self) -> Iterator[CbGenerationOutput]:
+        """Outputs as they come, until the manager is stopped and all are out."""
+        while (output := self.get_result()) is not None:
+            yield output
+
+    def request_id_iter(self, request_id: str) -> Iterator[CbGenerationOutput]:
+        """Outputs of one request until its last."""
+        while (output := self.get_result(request_id)) is not None:
+            yield output
+            if output.is_finished():
+                return
+
+    def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
+        """Have `callback(output)` called on the running event loop for every output, early ones included."""
+        self.output_router.register(request_id, callback)
+
+    # What the thread calls
 
     def _deliver(self, steps: list[StepOutput]) -> None:
         with self._changed:
             now, outputs = perf_counter(), []
             for step in steps:
-                entry = self._live[self._names[step.request.request_id]]
+                name = self._names.get(step.request.request_id)
+                if name is None:  # of the warm-up
+                    continue
+                entry = self._live[name]
                 if entry.timestamps is not None:
                     entry.timestamps += [now] * len(step.new_token_ids)
                 if step.finished:
@@ -363,20 +374,21 @@ class Lfm2CbManager(OutputReader, ContinuousBatchingManager):
             self.output_router.deliver_batch(outputs)
             self._changed.notify_all()
 
-    def _end(self, error: Exception | None) -> None:
+    def _end(self, error: BaseException | None) -> None:
         """Fail what is left, and say that the thread is over."""
-        status = self.background_thread_status
+        status, loop = self.background_thread_status, self._generator.loop  # type: ignore[union-attr]
         with self._changed:
-            for entry in self._live.values():
-                request = entry.request
-                request.status, request.finish_reason = EngineStatus.FINISHED, FinishReason.ERROR
-                request.error = error or RuntimeError("the manager was stopped before this request was done")
-            self.output_router.deliver_batch([entry.output() for entry in self._live.values()])
-            if self._live:  # the engine is in the middle of these
-                self._generator = self.batch_processor = None
-            self._live.clear()
-            self._names.clear()
-            if error is not None:
+            left = [entry.request for entry in self._live.values()]
+        reason = error or RuntimeError("the manager was stopped before this request was done")
+        for request in left:
+            request.error = request.error or reason
+        loop.cancel(left)
+        self._deliver(loop.drive_once())
+        with self._changed:
+            for entry in list(self._live.values()):  # the engine is broken, or the thread was torn out of a step
+                entry.request.fail(entry.request.error or reason)
+                self._deliver([StepOutput(entry.request, [], True)])
+            if isinstance(error, Exception):
                 status.record_fatal_error(error)
             status.mark_as_stopped()
             self._changed.notify_all()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers.generation.continuous_batching import RequestStatus
-from transformers.generation.continuous_batching.continuous_api import BackgroundThreadStatus
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from ..engine.engine import Engine
@@ -171,46 +170,6 @@ class OutputRouter:
             if not self._undelivered[key]:
                 del self._undelivered[key]
             return output
-
-
-class OutputReader:
-    """The manager's methods by which outputs are read."""
-
-    output_router: OutputRouter
-    background_thread_status: BackgroundThreadStatus
-    _live: dict[str, LiveRequest]
-    _generation_thread: threading.Thread | None
-
-    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> CbGenerationOutput | None:
-        """Wait for the next output, of one request or of any.
-
-        Returns: None after `timeout` seconds, or where none will come: not running, or no such request.
-        """
-
-        def is_over() -> bool:
-            return self._is_silent() or (request_id is not None and request_id not in self._live)
-
-        return self.output_router.get(request_id, is_over, timeout)
-
-    def _is_silent(self) -> bool:
-        status = self.background_thread_status
-        return self._generation_thread is None or status.local_status == status.STOPPED
-
-    def __iter__(self) -> Iterator[CbGenerationOutput]:
-        """Outputs as they come, until the manager is stopped and all are out."""
-        while (output := self.get_result()) is not None:
-            yield output
-
-    def request_id_iter(self, request_id: str) -> Iterator[CbGenerationOutput]:
-        """Outputs of one request until its last."""
-        while (output := self.get_result(request_id)) is not None:
-            yield output
-            if output.is_finished():
-                return
-
-    def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
-        """Have `callback(output)` called on the running event loop for every output, early ones included."""
-        self.output_router.register(request_id, callback)
 
 
 def _call_all(loop: asyncio.AbstractEventLoop, batch: list[tuple[Handler, CbGenerationOutput]]) -> None:

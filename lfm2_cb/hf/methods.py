@@ -15,11 +15,9 @@ from transformers.utils import logging
 
 from .manager import Lfm2CbManager
 from .manager_outputs import CbGenerationOutput
+from .stock_manager import keep_manager, kept_manager
 
 logger = logging.get_logger("transformers.lfm2_cb")
-
-#: attribute under which a model keeps a persistent manager, as in stock
-KEPT = "_cached_continuous_batching_manager"
 
 
 def init_continuous_batching(
@@ -36,7 +34,7 @@ def init_continuous_batching(
     config = generation_config if generation_config is not None else self.generation_config
     if continuous_batching_config is None:
         continuous_batching_config = getattr(config, "continuous_batching_config", None) or ContinuousBatchingConfig()
-    kept = getattr(self, KEPT, None)
+    kept = kept_manager(self)
     if isinstance(kept, Lfm2CbManager):
         if kept.continuous_batching_config == continuous_batching_config:
             kept.generation_config = config
@@ -48,10 +46,10 @@ def init_continuous_batching(
 
 def destroy_cached_continuous_batching_manager(self: PreTrainedModel) -> None:
     """Destroy the kept manager, if there is one, and free its memory."""
-    kept = getattr(self, KEPT, None)
+    kept = kept_manager(self)
     if kept is not None:
         kept.destroy()
-        delattr(self, KEPT)
+        keep_manager(self, None)
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from transformers import TextGenerationPipeline
 from transformers.pipelines.pt_utils import KeyDataset
 
 from ..generator import ContinuousBatchingGenerator
-from ..requests.fallback import refuse
 from ..requests.options import GenerateOptions
 from ..requests.prompts import PromptError, strip_padding
 from ..scheduling.request import FinishReason
@@ -91,9 +90,8 @@ class _Call:
             for length, new_tokens in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
                 if length in given and new_tokens not in given:
                     kwargs[length] = given[length] + prefix_length
-        options = pipe.generator.resolve(kwargs.pop("generation_config", None), kwargs)
-        refuse(options, 'the pipeline with generator="cb"')
-        return options
+        face = 'the pipeline with generator="cb"'
+        return pipe.generator.resolve(kwargs.pop("generation_config", None), kwargs, face=face)
 
     def enqueue(self, items: list[Any]) -> tuple[list[dict[str, Any]], Any]:
         """Queue inputs together; `collect` waits for them."""
@@ -117,7 +115,7 @@ class _Call:
     ) -> list:
         """Wait for enqueued inputs and make stock's records of them, in order."""
         inputs, submission = enqueued
-        outputs = self.pipe.generator.run(submission, bar, streamer)
+        outputs = self.pipe.generator.run(submission, bar, streamer, decode=False)
         n = self.options.num_return_sequences
         return [self._records(model_inputs, outputs[i * n : (i + 1) * n]) for i, model_inputs in enumerate(inputs)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,19 +12,23 @@ from transformers.utils import logging
 
 from ..model.modeling import Lfm2CbForCausalLM
 from ..scheduling.request import FinishReason, RequestMetrics
-from .options import GenerateOptions, UnsupportedOptionError, sequence_seed
+from .builder import sequence_seed
+from .options import CallOptions, GenerateOptions, UnsupportedOptionError
 from .outputs import RequestOutput
+from .prompts import PromptError, check_prompt
 from .stock import eos_token_ids, pad_token_id
 
 logger = logging.get_logger("transformers.lfm2_cb")
 
 
-def refuse(options: GenerateOptions, face: str) -> None:
-    """Raises: UnsupportedOptionError: the options need stock `generate()`, and this face cannot hand over."""
-    if options.handed_over:
-        raise UnsupportedOptionError(
-            f"{', '.join(options.handed_over)}: not in {face}; use generate() (stock runs it)"
-        )
+def stock_arguments(generate_kwargs: dict[str, Any], streamer: Any) -> dict[str, Any]:
+    """The arguments of a call without those that are ours. Raises: UnsupportedOptionError: one asks for our engine."""
+    ours = {field.name for field in dataclasses.fields(CallOptions)}
+    for name in ("logprobs", "assistant_model"):
+        if generate_kwargs.get(name) is not None:
+            raise UnsupportedOptionError(f"{name} does not go with options that stock generate() has to run")
+    kept = {name: value for name, value in generate_kwargs.items() if name not in ours}
+    return {**kept, "streamer": streamer}
 
 
 def stock_generate(
@@ -36,7 +41,7 @@ def stock_generate(
     index: int = 0,
 ) -> Any:
     """Call stock `generate()` with the user's own arguments; draws come from the call's seed."""
-    logger.warning_once(f"{', '.join(options.handed_over)}: handed to stock generate(), without continuous batching")
+    logger.warning_once(f"{', '.join(options.left_to_stock)}: left to stock generate(), without continuous batching")
     call = options.call
     arguments = {
         "attention_mask": attention_mask,
@@ -53,21 +58,40 @@ def stock_generate(
 
 def stock_outputs(
     model: Lfm2CbForCausalLM,
-    token_ids: Sequence[Sequence[int]],
+    token_ids: Sequence[list[int] | PromptError],
     generation_config: Any,
     options: GenerateOptions,
     kwargs: dict[str, Any],
 ) -> list[RequestOutput]:
-    """Stock `generate()`, one prompt after another."""
+    """Stock `generate()`, one prompt after another. Raises: PromptError, unless `on_error="return"`."""
+    checked = [_checked(i, ids, model, options) for i, ids in enumerate(token_ids)]
     outputs = []
-    for i, ids in enumerate(token_ids):
+    for i, ids in enumerate(checked):
+        if isinstance(ids, PromptError):
+            failed = RequestOutput([], [], None, FinishReason.ERROR, RequestMetrics(), ids)
+            outputs += [failed] * (options.of_prompt(i).config.num_return_sequences or 1)
+            continue
         config = generation_config[i] if isinstance(generation_config, (list, tuple)) else generation_config
         limit = {} if options.max_new_tokens is None else {"max_new_tokens": options.max_new_tokens[i]}
-        prompt = torch.tensor([list(ids)])
+        prompt = torch.tensor([ids])
         result = stock_generate(model, prompt, torch.ones_like(prompt), config, options, {**kwargs, **limit}, index=i)
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         outputs += [_output(ids, row, options.of_prompt(i).config) for row in sequences.tolist()]
     return outputs
+
+
+def _checked(
+    index: int, ids: list[int] | PromptError, model: Lfm2CbForCausalLM, options: GenerateOptions
+) -> list[int] | PromptError:
+    try:
+        if isinstance(ids, PromptError):
+            raise ids
+        check_prompt(index, ids, model.config.vocab_size, model.config.max_position_embeddings)
+    except PromptError as error:
+        if options.call.on_error == "raise":
+            raise
+        return error
+    return ids
 
 
 def _output(prompt: Sequence[int], sequence: Sequence[int], config: GenerationConfig) -> RequestOutput:

@@ -1,8 +1,7 @@
-"""generate()'s options → `Request`s. Every option is honoured, handed to stock, inert, or refused by name."""
+"""generate()'s options, resolved and checked. Each is honoured, left to stock, inert, or refused by name."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,16 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..engine.sampler import SamplingParams, Trace
-from ..scheduling.request import Request
-from .stock import (
-    ResolvedConfig,
-    eos_token_ids,
-    options_set,
-    resolve_generation_config,
-    stock_logits_processors,
-    stock_stopping_criteria,
-)
+from .stock import ResolvedConfig, options_set, resolve_generation_config
 from .validation import check_types
 
 #: fields of GenerationConfig that the engine follows, request by request
@@ -66,7 +56,7 @@ HONOURED = {
 }
 
 #: fields that ask for another way of decoding or for the network's insides: stock `generate()` does these, exactly
-HANDED_TO_STOCK = {"num_beams", "guidance_scale", "output_attentions", "output_hidden_states"}
+LEFT_TO_STOCK = {"num_beams", "guidance_scale", "output_attentions", "output_hidden_states"}
 
 #: fields that do not change which tokens come out: they say how stock computes, or belong to another option
 INERT = {
@@ -106,10 +96,13 @@ class CallOptions:
     priority: int | Sequence[int] = 0  # higher runs first; one for the call, or one a prompt
     use_prefix_cache: bool | Sequence[bool] = True  # whether to reuse, and to leave, cached prefixes; as above
     assistant_model: Any = None  # a smaller LFM2 of the same vocabulary, to guess tokens
+    on_error: str = "raise"  # "return": a prompt that cannot be run has an output with its error, and others run
 
     def __post_init__(self) -> None:
         if self.logprobs is not None and (not isinstance(self.logprobs, int) or self.logprobs < 0):
             raise ValueError(f"logprobs must be a number of tokens, 0 or more, got {self.logprobs!r}")
+        if self.on_error not in ("raise", "return"):
+            raise ValueError(f"on_error must be 'raise' or 'return', got {self.on_error!r}")
         for name, kind in (("priority", int), ("use_prefix_cache", bool)):
             value = getattr(self, name)
             for entry in value if isinstance(value, (list, tuple)) else [value]:
@@ -143,9 +136,9 @@ class GenerateOptions:
         return self.config.num_return_sequences or 1
 
     @property
-    def handed_over(self) -> list[str]:
+    def left_to_stock(self) -> list[str]:
         """Names of the options that only stock `generate()` can do."""
-        return sorted({name for r in self.resolved for name in options_set(r.config) if name in HANDED_TO_STOCK})
+        return sorted({name for r in self.resolved for name in options_set(r.config) if name in LEFT_TO_STOCK})
 
 
 def resolve_options(
@@ -183,6 +176,8 @@ def resolve_options(
     for config in configs or [None]:
         if id(config) not in known:
             known[id(config)] = _resolve(model, config, kwargs)
+    if call.assistant_model is not None and any(r.config.prompt_lookup_num_tokens for r in known.values()):
+        raise ValueError("assistant_model and prompt_lookup_num_tokens exclude each other")
     for value in limits or []:
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"max_new_tokens must be a positive integer, got {value!r}")
@@ -192,7 +187,7 @@ def resolve_options(
 def _resolve(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> ResolvedConfig:
     check_types({} if config is None else vars(config))
     check_types(kwargs)
-    with _understood(config, kwargs):
+    with understood(config, kwargs):
         resolved = resolve_generation_config(model, config, kwargs)
         given = options_set(resolved.config)
     insides = ("output_attentions", "output_hidden_states")  # stock moves these to the forward's arguments
@@ -200,7 +195,7 @@ def _resolve(model: PreTrainedModel, config: GenerationConfig | None, kwargs: di
     if unknown:
         raise UnsupportedOptionError(f"unknown or unsupported option(s): {', '.join(unknown)}")
     for name, value in given.items():
-        if name not in HONOURED | HANDED_TO_STOCK | INERT:
+        if name not in HONOURED | LEFT_TO_STOCK | INERT:
             raise UnsupportedOptionError(f"{name}={value!r} is not supported by the continuous-batching generator")
     for name in ("max_new_tokens", "prompt_lookup_num_tokens", "max_matching_ngram_size", "num_assistant_tokens"):
         limit = getattr(resolved.config, name)
@@ -210,113 +205,10 @@ def _resolve(model: PreTrainedModel, config: GenerationConfig | None, kwargs: di
 
 
 @contextmanager
-def _understood(config: GenerationConfig | None, kwargs: Iterable[str] = ()) -> Iterator[None]:
+def understood(config: GenerationConfig | None, kwargs: Iterable[str] = ()) -> Iterator[None]:
     """Stock stumbles over an option of a wrong kind wherever it first uses it. Raises: ValueError, with the names."""
     try:
         yield
     except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         names = sorted({*kwargs, *({} if config is None else options_set(config))})
         raise ValueError(f"stock cannot use one of the options {', '.join(names)}: {error}") from error
-
-
-def make_requests(
-    model: PreTrainedModel,
-    token_ids: Sequence[Sequence[int]],
-    options: GenerateOptions,
-    next_id: Callable[[], int],
-    first_index: int = 0,
-    number_offset: int = 0,
-    width: int | None = None,
-) -> list[Request]:
-    """One request a prompt, with a fork for each further returned sequence.
-
-    Args:
-        first_index: place of the first prompt in the call, whose options may have one entry a prompt.
-        number_offset: added to a prompt's place for what it counts as in seeds and `prefix_allowed_tokens_fn`.
-        width: padded length of a tensor of prompts, which is what stock's total lengths then count from.
-    """
-    requests = []
-    for index, ids in enumerate(token_ids, first_index):
-        resolved = options.of_prompt(index)
-        padding = 0 if width is None else width - len(ids)
-        limit = max_new_tokens(options, index, len(ids), padding, model.config.max_position_embeddings)
-        first, *rest = (
-            Request(
-                next_id(),
-                list(ids),
-                limit,
-                priority=_of_prompt(options.call.priority, index),
-                params=_params(model, options, index, index + number_offset, i, ids, limit, padding),
-                use_prefix_cache=_of_prompt(options.call.use_prefix_cache, index),
-            )
-            for i in range(resolved.config.num_return_sequences or 1)
-        )
-        first.adopt_forks(rest)
-        requests.append(first)
-    return requests
-
-
-def _params(
-    model: PreTrainedModel,
-    options: GenerateOptions,
-    index: int,
-    number: int,
-    sequence: int,
-    ids: Sequence[int],
-    limit: int,
-    padding: int,
-) -> SamplingParams:
-    config, call = options.of_prompt(index).config, options.call
-    allowed = call.prefix_allowed_tokens_fn
-    if allowed is not None:  # it asks for the prompt's number; a processor that sees one row would always say 0
-        allowed = _numbered(allowed, number)
-    with _understood(config):
-        processors = stock_logits_processors(model, config, ids, limit, padding, call.logits_processor, allowed)
-        criteria = stock_stopping_criteria(model, config, call.stopping_criteria, call.tokenizer)
-    in_dict = bool(config.return_dict_in_generate)
-    trace = Trace(in_dict and bool(config.output_scores), in_dict and bool(config.output_logits), call.logprobs)
-    keeps = trace.keep_scores or trace.keep_logits or trace.num_logprobs is not None
-    seed = sequence_seed(call.seed, number, sequence)
-    return SamplingParams(
-        bool(config.do_sample), seed, eos_token_ids(config), processors, criteria, trace if keeps else None
-    )
-
-
-def _of_prompt(value: Any, index: int) -> Any:
-    return value[index] if isinstance(value, (list, tuple)) else value
-
-
-def _numbered(allowed: Callable[[int, Any], list[int]], index: int) -> Callable[[int, Any], list[int]]:
-    return lambda _, ids: allowed(index, ids)
-
-
-def max_new_tokens(
-    options: GenerateOptions, index: int, prompt_length: int, padding: int, max_position_embeddings: int
-) -> int:
-    """The request's token limit, by stock's precedence of `max_new_tokens` over `max_length`.
-
-    Raises: ValueError: nothing may be generated, or the model's positions do not suffice; with the numbers.
-    """
-    resolved = options.of_prompt(index)
-    config = resolved.config
-    if options.max_new_tokens is not None:
-        limit = options.max_new_tokens[index]
-    elif config.max_new_tokens is not None:
-        limit = config.max_new_tokens
-    elif resolved.has_default_max_length:
-        limit = min(config.max_length, max_position_embeddings - prompt_length)
-    else:
-        limit = config.max_length - prompt_length - padding
-        if limit < 1:
-            raise ValueError(f"prompt {index} has {prompt_length} tokens, and max_length={config.max_length}")
-    if prompt_length + limit > max_position_embeddings:
-        raise ValueError(
-            f"prompt {index} has {prompt_length} tokens; with max_new_tokens={limit} it exceeds the model's "
-            f"{max_position_embeddings} positions (max_position_embeddings)"
-        )
-    return limit
-
-
-def sequence_seed(seed: int, index: int, sequence: int) -> int:
-    """A request's own seed: depends on the call's seed and its place in the call, and on nothing else."""
-    return random.Random(f"{seed}/{index}/{sequence}").getrandbits(63)

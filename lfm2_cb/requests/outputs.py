@@ -50,6 +50,7 @@ class RequestEvent:
         text: what they add to the decoded text; "" while a character is incomplete, None without a tokenizer.
         finished: whether this is the request's last event.
         finish_reason: set on the last event.
+        error: what went wrong, where that is "error".
     """
 
     index: int
@@ -57,6 +58,24 @@ class RequestEvent:
     text: str | None
     finished: bool
     finish_reason: FinishReason | None = None
+    error: BaseException | None = None
+
+
+def as_request_output(request: Request, text: str | None) -> RequestOutput:
+    """A finished request, with its decoded text."""
+    assert request.finish_reason is not None
+    trace: Trace = request.params.trace or Trace()
+    return RequestOutput(
+        request.prompt_token_ids,
+        request.output_token_ids,
+        text,
+        request.finish_reason,
+        request.metrics,
+        request.error,
+        torch.stack(trace.scores) if trace.scores else None,
+        torch.stack(trace.logits) if trace.logits else None,
+        trace.logprobs if trace.num_logprobs is not None else None,
+    )
 
 
 def as_stock_output(

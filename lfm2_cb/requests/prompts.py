@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -17,14 +18,19 @@ def tokenize(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[li
     """Token ids of each prompt.
 
     Args:
-        prompts: a string, a chat (list of {"role", "content"}), a list of token ids, or a sequence of any of these (a
-            `datasets` column too).
+        prompts: a string, a chat (list of {"role", "content"}), a list or array of token ids, or a sequence of any of
+            these (a `datasets` column too).
     Raises:
         PromptError: empty or of the wrong type; text without a tokenizer.
     """
+    return [_or_raise(ids) for ids in read_prompts(prompts, tokenizer)]
+
+
+def read_prompts(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int] | PromptError]:
+    """As `tokenize`, but what is wrong with one prompt stands in its place."""
     if isinstance(prompts, str) or _is_chat(prompts) or _is_token_ids(prompts):
         prompts = [prompts]
-    if isinstance(prompts, (dict, bytes)) or not hasattr(prompts, "__iter__"):
+    if isinstance(prompts, (Mapping, bytes)) or not hasattr(prompts, "__iter__"):
         raise PromptError(f"prompts must be strings, chats or lists of token ids, got {type(prompts).__name__}")
     prompts = list(prompts)
     if not prompts:
@@ -33,17 +39,33 @@ def tokenize(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[li
         index = next(i for i, p in enumerate(prompts) if not _is_token_ids(p))
         if isinstance(prompts[index], str) or _is_chat(prompts[index]):
             raise PromptError(f"prompt {index} is text: give ContinuousBatchingGenerator a tokenizer, or token ids")
-    return [_tokenize_one(i, prompt, tokenizer) for i, prompt in enumerate(prompts)]
+    return [_read_one(i, prompt, tokenizer) for i, prompt in enumerate(prompts)]
+
+
+def _or_raise(ids: list[int] | PromptError) -> list[int]:
+    if isinstance(ids, PromptError):
+        raise ids
+    return ids
+
+
+def _read_one(index: int, prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int] | PromptError:
+    try:
+        return _tokenize_one(index, prompt, tokenizer)
+    except PromptError as error:
+        return error
 
 
 def _tokenize_one(index: int, prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
     if isinstance(prompt, str):
-        token_ids = tokenizer(prompt)["input_ids"]  # type: ignore[misc]  # tokenize() has checked that there is one
+        check_unicode(index, prompt)
+        token_ids = tokenizer(prompt)["input_ids"]  # type: ignore[misc]  # read_prompts() has checked that there is one
     elif _is_chat(prompt):
+        for message in prompt:
+            check_unicode(index, message.get("content"))
         token_ids = tokenizer.apply_chat_template(  # type: ignore[union-attr]
             list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
         )["input_ids"]
-    elif isinstance(prompt, torch.Tensor) and prompt.ndim == 1 and not prompt.is_floating_point():
+    elif isinstance(prompt, (torch.Tensor, np.ndarray)) and prompt.ndim == 1 and _is_integral(prompt):
         token_ids = prompt.tolist()
     elif _is_token_ids(prompt):
         token_ids = [int(token) for token in prompt]
@@ -56,17 +78,52 @@ def _tokenize_one(index: int, prompt: Any, tokenizer: PreTrainedTokenizerBase | 
     return token_ids
 
 
-def check_token_ids(token_ids: Sequence[Sequence[int]], vocab_size: int, max_position_embeddings: int) -> None:
-    """Raises: PromptError: an id outside the vocabulary, or a prompt longer than the model's positions."""
-    for i, ids in enumerate(token_ids):
-        if min(ids) < 0 or max(ids) >= vocab_size:
-            bad = next(token for token in ids if not 0 <= token < vocab_size)
-            raise PromptError(f"prompt {i} has token id {bad}, outside the vocabulary of {vocab_size}")
-        if len(ids) >= max_position_embeddings:
+def check_unicode(index: int, text: Any) -> None:
+    """Raises: PromptError: half of a surrogate pair (as JSON can hold, and no text), on which tokenizers fail."""
+    if isinstance(text, str) and not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
             raise PromptError(
-                f"prompt {i} has {len(ids)} tokens; the model's limit (max_position_embeddings) is "
-                f"{max_position_embeddings}, at least one of them for the answer"
-            )
+                f"prompt {index} is no valid text: a lone surrogate {text[error.start]!r} at character {error.start}"
+            ) from None
+
+
+def check_token_ids(token_ids: Sequence[Sequence[int]], vocab_size: int, max_position_embeddings: int) -> None:
+    """Check each prompt; see `check_prompt`."""
+    for i, ids in enumerate(token_ids):
+        check_prompt(i, ids, vocab_size, max_position_embeddings)
+
+
+def check_prompt(index: int, ids: Sequence[int], vocab_size: int, max_position_embeddings: int) -> None:
+    """Raises: PromptError: an id outside the vocabulary, or a prompt longer than the model's positions."""
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        bad = next(token for token in ids if not 0 <= token < vocab_size)
+        raise PromptError(f"prompt {index} has token id {bad}, outside the vocabulary of {vocab_size}")
+    if len(ids) >= max_position_embeddings:
+        raise PromptError(
+            f"prompt {index} has {len(ids)} tokens; the model's limit (max_position_embeddings) is "
+            f"{max_position_embeddings}, at least one of them for the answer"
+        )
+
+
+def unwrap(prompts: Any, input_ids: Any = None, attention_mask: Any = None) -> tuple[Any, Any]:
+    """Prompts and their mask, out of what a tokenizer returns or by stock's names. A 2-d array becomes a tensor.
+
+    Raises: TypeError: no prompts, or twice.
+    """
+    if (prompts is None) == (input_ids is None):
+        raise TypeError("give the prompts once: as the first argument, or as input_ids")
+    if prompts is None:
+        prompts = input_ids
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        attention_mask = prompts.get("attention_mask") if attention_mask is None else attention_mask
+        prompts = prompts["input_ids"]
+    if isinstance(prompts, np.ndarray) and prompts.ndim > 1:
+        prompts = torch.from_numpy(prompts)
+    if isinstance(prompts, torch.Tensor) and attention_mask is not None:
+        attention_mask = torch.as_tensor(attention_mask)
+    return prompts, attention_mask
 
 
 def strip_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list[list[int]]:
@@ -79,15 +136,34 @@ def strip_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> list
             f"attention_mask has shape {tuple(attention_mask.shape)}, the prompts {tuple(input_ids.shape)}"
         )
     mask = attention_mask.bool().cpu()
-    rows = []
-    for i, (ids, kept) in enumerate(zip(input_ids.cpu(), mask, strict=True)):
-        if not kept.any():
-            raise PromptError(f"prompt {i} is empty: its attention_mask is all zeros")
-        first = int(kept.int().argmax())
-        if not kept[first:].all():
-            raise PromptError(f"prompt {i} is padded on the right or inside; pad on the left (padding_side='left')")
-        rows.append(ids[first:].tolist())
-    return rows
+    return [_strip_one(i, ids, kept) for i, (ids, kept) in enumerate(zip(input_ids.cpu(), mask, strict=True))]
+
+
+def strip_lists(token_ids: Sequence[list[int] | PromptError], attention_mask: Any) -> list[list[int] | PromptError]:
+    """As `strip_padding`, for prompts in lists, each with its own mask."""
+    masks = attention_mask.tolist() if isinstance(attention_mask, (torch.Tensor, np.ndarray)) else list(attention_mask)
+    if masks and not isinstance(masks[0], (Sequence, torch.Tensor, np.ndarray)):
+        masks = [masks]  # one prompt's, as a tokenizer gives it for one text
+    if len(masks) != len(token_ids):
+        raise PromptError(f"attention_mask has {len(masks)} rows for {len(token_ids)} prompts")
+    stripped: list[list[int] | PromptError] = []
+    for i, (ids, mask) in enumerate(zip(token_ids, masks, strict=True)):
+        if isinstance(ids, PromptError):
+            stripped.append(ids)
+        elif len(ids) != len(mask):
+            raise PromptError(f"prompt {i} has {len(ids)} tokens, and its attention_mask {len(mask)}")
+        else:
+            stripped.append(_strip_one(i, torch.tensor(ids), torch.as_tensor(mask).bool()))
+    return stripped
+
+
+def _strip_one(index: int, ids: torch.Tensor, kept: torch.Tensor) -> list[int]:
+    if not kept.any():
+        raise PromptError(f"prompt {index} is empty: its attention_mask is all zeros")
+    first = int(kept.int().argmax())
+    if not kept[first:].all():
+        raise PromptError(f"prompt {index} is padded on the right or inside; pad on the left (padding_side='left')")
+    return ids[first:].tolist()
 
 
 def _is_chat(value: Any) -> bool:
@@ -99,11 +175,18 @@ def _is_message(value: Any) -> bool:
 
 
 def _is_token_ids(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.ndim == 1 and not value.is_floating_point() and value.dtype != torch.bool and len(value) > 0
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value.ndim == 1 and len(value) > 0 and _is_integral(value)
     if isinstance(value, (str, bytes, dict)) or not isinstance(value, Sequence) or not value:
         return False
-    return all(isinstance(token, int) and not isinstance(token, bool) for token in value)
+    return all(isinstance(token, (int, np.integer)) and not isinstance(token, bool) for token in value)
+
+
+def _is_integral(array: torch.Tensor | np.ndarray) -> bool:
+    """Whether it can hold token ids. (An empty array has no kind worth asking for.)"""
+    if isinstance(array, np.ndarray):
+        return array.dtype.kind in "iu" or not array.size
+    return not (array.is_floating_point() or array.is_complex() or array.dtype == torch.bool) or not array.numel()
 
 
 def _describe(value: Any) -> str:

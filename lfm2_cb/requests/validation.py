@@ -77,6 +77,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     "an integer": (is_whole, ("seed",)),
     "a list of callables": (_is_callables, ("logits_processor", "stopping_criteria")),
     "a callable": (callable, ("prefix_allowed_tokens_fn",)),
+    "a tokenizer": (lambda value: hasattr(value, "decode") and not isinstance(value, bytes), ("tokenizer",)),
 }
 _BY_NAME = {name: (check, what) for what, (check, names) in _CHECKS.items() for name in names}
 

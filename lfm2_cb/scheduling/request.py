@@ -80,6 +80,10 @@ class Request:
         for child in children:
             child.fork_of = self
 
+    def fail(self, error: BaseException) -> None:
+        """End with an error, outside the scheduler: it never came there, or is gone from it."""
+        self.status, self.finish_reason, self.error = RequestStatus.FINISHED, FinishReason.ERROR, error
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)

@@ -74,16 +74,12 @@ class Scheduler:
         return bool(self.running or self.num_waiting)
 
     def add(self, request: Request) -> None:
-        """Queue one request; see `add_all`."""
+        """Queue one request. Raises: RequestTooLarge: it could never run, with the numbers."""
+        self.check_fits(request)
         self.add_all([request])
 
     def add_all(self, requests: Sequence[Request]) -> None:
-        """Queue requests and their forks, known to come together.
-
-        Raises: RequestTooLarge: one could never run, with the numbers; then none is queued.
-        """
-        for request in requests:
-            self.check_fits(request)
+        """Queue requests and their forks, known to come together, that have passed `check_fits`."""
         now = self._clock()
         for request in requests:
             for r in (request, *request.forks):

@@ -200,7 +200,10 @@ class Simulation:
         if not self.args.rate:
             if self.scheduler.num_waiting < self.args.list_size // 2:
                 rest = list(islice(self._to_come, self.args.list_size - 1))
-                self.scheduler.add_all([self._request(a) for a in [self._next, *rest]])
+                requests = [self._request(a) for a in [self._next, *rest]]
+                for request in requests:
+                    self.scheduler.check_fits(request)
+                self.scheduler.add_all(requests)
                 self._next = next(self._to_come, None)
             return
         if not self.scheduler.has_unfinished:

@@ -24,7 +24,7 @@ def generator(demo_stock, demo_tokenizer):
         demo_stock, demo_tokenizer, cache_memory="8MiB", max_sequences=4, max_batch_tokens=256
     ) as generator:
         yield generator
-        assert not generator.engine.has_unfinished and not generator._loop._submissions
+        assert not generator.engine.has_unfinished and not generator.loop._submissions
         generator.engine.scheduler.cache.check_integrity([])
 
 

@@ -19,7 +19,6 @@ from lfm2_cb.engine.config import EngineConfig
 from lfm2_cb.hf import manager as manager_module
 from lfm2_cb.hf.manager import Lfm2CbManager
 from lfm2_cb.hf.manager_config import HONOURED, INERT, REFUSED, Lfm2CbBatchingConfig
-from lfm2_cb.hf.manager_outputs import OutputReader
 from lfm2_cb.requests.options import UnsupportedOptionError
 from lfm2_cb.requests.prompts import PromptError
 from lfm2_cb.scheduling.scheduler import RequestTooLarge
@@ -153,7 +152,7 @@ def test_stock_models_get_the_protocol_by_enable_only(enabled):
 def test_the_manager_is_stocks_in_type_and_surface(manager):
     assert isinstance(manager, ContinuousBatchingManager)
     public = {name for name in vars(ContinuousBatchingManager) if not name.startswith("_")}
-    ours = vars(Lfm2CbManager).keys() | vars(OutputReader).keys()
+    ours = vars(Lfm2CbManager).keys()
     assert public - {"switch_to_cb_friendly_attn"} <= ours  # none of it works by accident
     assert {"__iter__"} <= ours
 
@@ -504,3 +503,40 @@ def test_a_full_queue_is_waited_for_and_then_refused(model, monkeypatch):
     assert all(manager.get_result(name).error is None for name in names)
     assert manager.get_result(manager.add_request([7])).error is None
     manager.stop()
+
+
+# Drafting, through every door of the protocol
+
+
+@pytest.mark.parametrize("door", ["add_request", "generate_batch", "generation_config"])
+def test_prompt_lookup_drafts_and_changes_no_token(model, stock, door):
+    prompt = [5, 9, 13, 8] * 12
+    expected = stock_greedy(stock, prompt, 60)
+    drafting = {"prompt_lookup_num_tokens": 8}
+    with model.continuous_batching_context_manager(generation_config=GREEDY, persistent_manager=True) as manager:
+        speculation = manager.batch_processor.engine.speculation
+        if door == "add_request":
+            output = manager.get_result(manager.add_request(prompt, max_new_tokens=60, **drafting))
+        elif door == "generation_config":
+            own = GenerationConfig(do_sample=False, max_new_tokens=60, eos_token_id=-1, **drafting)
+            output = manager.get_result(manager.add_request(prompt, generation_config=own))
+    if door == "generate_batch":
+        (output,) = model.generate_batch(
+            [prompt], GREEDY, persistent_manager=True, max_new_tokens=60, **drafting
+        ).values()
+    model.destroy_cached_continuous_batching_manager()
+    assert output.generated_tokens == expected and speculation.num_drafted > 0
+
+
+def test_an_assistant_drafts_through_the_protocol(model, stock):
+    manager = model.init_continuous_batching(generation_config=GREEDY)
+    manager.start()
+    speculation = manager.batch_processor.engine.speculation
+    output = manager.get_result(manager.add_request([5, 6], max_new_tokens=40, assistant_model=stock))
+    manager.stop()
+    assert output.generated_tokens == stock_greedy(stock, [5, 6], 40) and speculation.num_accepted > 0
+
+
+def test_a_criterion_that_waits_for_its_own_manager_is_refused(manager):
+    name = manager.add_request([5], stopping_criteria=[lambda *_: manager.get_result() is None])
+    assert "inside a step" in manager.get_result(name).error

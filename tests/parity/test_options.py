@@ -430,11 +430,11 @@ def test_what_cannot_be_honoured_is_refused_by_name(case, options):
 
 
 def test_every_field_of_generation_config_has_been_thought_of():
-    from lfm2_cb.requests.options import HANDED_TO_STOCK, HONOURED, INERT
+    from lfm2_cb.requests.options import HONOURED, INERT, LEFT_TO_STOCK
 
     fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
-    assert fields >= HONOURED | HANDED_TO_STOCK | INERT - {"transformers_version"}
-    assert not (HONOURED & HANDED_TO_STOCK or HONOURED & INERT or HANDED_TO_STOCK & INERT)
+    assert fields >= HONOURED | LEFT_TO_STOCK | INERT - {"transformers_version"}
+    assert not (HONOURED & LEFT_TO_STOCK or HONOURED & INERT or LEFT_TO_STOCK & INERT)
 
 
 def test_synthid_watermarks_equal_stock(case):

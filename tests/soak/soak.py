@@ -205,7 +205,7 @@ def soak(
 
     engine = generator.engine
     assert not engine.has_unfinished and not engine.scheduler.running and engine.scheduler.num_waiting == 0
-    assert not generator._loop._submissions and not engine._inbox and not engine._cancelled
+    assert not generator.loop._submissions and not engine._inbox and not engine._cancelled
     engine.scheduler.cache.check_integrity([])
     assert engine.scheduler.cache.num_free_slots == engine.plan.num_slots
     assert engine.scheduler.cache.pool.num_free == engine.plan.num_blocks
@@ -254,7 +254,7 @@ def _drive(
             raise AssertionError(f"nothing has finished for {HANG_SECONDS:.0f} s")
     if errors:
         raise errors[0]
-    background = generator._loop._background
+    background = generator.loop._background
     if background is not None:
         background.join(HANG_SECONDS)
 

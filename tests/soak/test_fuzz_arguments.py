@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from lfm2_cb import ContinuousBatchingGenerator
-from lfm2_cb.requests.options import HANDED_TO_STOCK, HONOURED, INERT
+from lfm2_cb.requests.options import HONOURED, INERT, LEFT_TO_STOCK
 
 #: what `generate()` and the constructor say they raise before anything runs (all of ours are ValueErrors)
 DOCUMENTED = (ValueError,)
@@ -38,7 +38,7 @@ likely = {
     "logprobs": st.integers(0, 4),
 }
 names = st.sampled_from(
-    sorted(HONOURED | HANDED_TO_STOCK | INERT | {*likely, "logits_processor", "stopping_criteria", "x"})
+    sorted(HONOURED | LEFT_TO_STOCK | INERT | {*likely, "logits_processor", "stopping_criteria", "x"})
 )
 prompts = st.one_of(
     st.lists(st.lists(st.integers(3, 59), min_size=1, max_size=12), max_size=3),
@@ -62,7 +62,7 @@ def generator(stock):
 def assert_usable(generator, stock):
     (output,) = generator.generate([[5, 6, 7]], max_new_tokens=3, do_sample=False, eos_token_id=None)
     assert output.token_ids == stock_greedy(stock, [5, 6, 7], 3)
-    assert not generator.engine.has_unfinished and not generator._loop._submissions
+    assert not generator.engine.has_unfinished and not generator.loop._submissions
     generator.engine.scheduler.cache.check_integrity([])
 
 
