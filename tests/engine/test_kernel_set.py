@@ -70,9 +70,7 @@ def test_in_two_threads_on_one_model(model, calls):
     for thread in threads:
         thread.join()
     assert counts["torch"] == 0 < counts["native"]
-    if (
-        getattr(model, "hf_quantizer", None) is None
-    ):  # 8-bit inputs may be rounded either way
+    if getattr(model, "hf_quantizer", None) is None:  # 8-bit inputs may be rounded either way
         assert answers["torch"] == answers["native"]
 
 

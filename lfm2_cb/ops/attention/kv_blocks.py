@@ -69,8 +69,8 @@ def write_rows(
 
     Args:
         slot_mapping: int64 `[tokens * kv_heads]`, (block_id * kv_heads + head) * block_size + offset.
-        native: writes by the native kernels (`csrc/kv_blocks.cpp`; rows then are fp32 or bf16, on CPU), the same bits
-            as torch.
+        native: writes by the native kernels (`csrc/attention/kv_blocks.cpp`; rows then are fp32 or bf16, on CPU), the
+            same bits as torch.
     """
     if native is not None:
         if rows.stride()[1:] != (rows.shape[2], 1):

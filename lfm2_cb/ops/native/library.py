@@ -42,6 +42,7 @@ FLAGS = (
 )
 AVX2 = ("-mavx2", "-mfma")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512")
+AVX512_BF16 = (*AVX512, "-mavx512vnni", "-mavx512bf16")
 #: instruction set → the compiler's flags for it, best last; a kernel `f` is there as `f_plain`, `f_avx2`, …
 ISAS: Mapping[str, tuple[str, ...]] = (
     {
@@ -50,8 +51,8 @@ ISAS: Mapping[str, tuple[str, ...]] = (
         "avxvnni": (*AVX2, "-mavxvnni"),  # multiplying integers and adding them in one operation: csrc/arch/x86/dot.h
         "avx512": AVX512,
         "vnni": (*AVX512, "-mavx512vnni"),  # the same
-        # matrix units: csrc/arch/x86/tiles.h
-        "amx": (*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        "avx512bf16": AVX512_BF16,  # products of pairs of bf16: csrc/arch/x86/lanes.h
+        "amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # matrix units: csrc/arch/x86/tiles.h
     }
     if platform.machine().lower() in ("x86_64", "amd64")
     else {"plain": ()}
@@ -60,7 +61,8 @@ ISAS: Mapping[str, tuple[str, ...]] = (
 ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "avxvnni": ("avx2", ("int8.cpp", "features.cpp")),
     "vnni": ("avx512", ("int8.cpp", "features.cpp")),
-    "amx": ("vnni", ("amx_bf16.cpp", "amx_int8.cpp", "features.cpp")),
+    "avx512bf16": ("vnni", ("decode_attention.cpp", "features.cpp")),
+    "amx": ("avx512bf16", ("amx_bf16.cpp", "amx_int8.cpp", "features.cpp")),
 }
 #: sources that are of use for one instruction set alone; and those that have them too, by an emulation, so that they
 #: can be tested: without and with fused multiply-add
@@ -180,10 +182,12 @@ def _load_once() -> NativeKernels | NativeUnavailable:
 
 
 def addition_is_right(kernels: NativeKernels) -> bool:
-    """Whether small products of odd shapes come out by what an instruction set adds as they do without it.
+    """Whether small cases of odd shapes come out by what an instruction set adds as they do without it.
 
     Asked once a process: few processors have these, so the kernels have been run on fewer than the others.
     """
+    if kernels.address("decode_attention") and not decode_attention_is_right(kernels):
+        return False
     generator = torch.Generator().manual_seed(0)
     rows, inner, outputs = 37, 1100, 53
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, inner), (outputs, inner), outputs))
@@ -199,6 +203,8 @@ def addition_is_right(kernels: NativeKernels) -> bool:
         kernels.call(name, x, 1, values, sums, scale, bias, *scratch, out, rows, inner, outputs)
         return out
 
+    if kernels.isa == "avx512bf16":
+        return True
     if kernels.isa != "amx":
         return torch.equal(linear_int8(kernels), linear_int8(kernels.without(kernels.isa)))
     out = x.new_full((rows, outputs), torch.nan)
@@ -207,6 +213,30 @@ def addition_is_right(kernels: NativeKernels) -> bool:
     in_fp32 = 2**-20 * (x.double().abs() @ weight.double().abs().T)
     bf16_is_right = ((out - exact).abs() <= 2**-8 * exact.abs() + in_fp32).all()
     return bool(bf16_is_right) and torch.equal(linear_int8(kernels, "amx_linear_int8"), linear_int8(kernels))
+
+
+def decode_attention_is_right(kernels: NativeKernels) -> bool:
+    """Whether attention of single queries over small caches, in bf16 and in 8 bits, comes out as it does otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads, dim, size, num_keys = 6, 2, 64, 16, (1, 70, 1100)
+    counts = [-(-n // size) for n in num_keys]
+    block_ids = torch.randperm(sum(counts), generator=generator)
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    sequences = torch.tensor([[i, 1, 0, n, start] for i, (n, start) in enumerate(zip(num_keys, starts, strict=True))])
+    q = torch.randn(len(num_keys), heads, dim, generator=generator).bfloat16()
+    shape = 2, len(block_ids), kv_heads, size
+    in_bf16 = torch.randn(*shape, dim, generator=generator).bfloat16()
+    in_8_bits = torch.randint(-127, 128, (*shape, dim), generator=generator, dtype=torch.int8)
+    scales = torch.rand(shape, generator=generator).div_(64).bfloat16()
+    sizes = len(sequences), heads, kv_heads, dim, size, heads * dim
+    for caches in ((*in_bf16, None, None), (*in_8_bits, *scales)):
+        out, expected = q.new_full((2, *q.shape), torch.nan)
+        kernels.call("decode_attention", q, *caches, sequences, block_ids, out, None, *sizes, 0, 0.125)
+        others = kernels.without(kernels.isa)
+        others.call("paged_attention", q, *caches, sequences, block_ids, expected, None, *sizes, 1, 0, 0.125)
+        if not ((out - expected).abs() <= 0.02 * expected.abs().amax(-1, keepdim=True)).all():
+            return False
+    return True
 
 
 def cache_directory() -> Path:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lfm2_cb.ops.attention.cascade import SharedPrefix, cascade_attention, shared_blocks
-from lfm2_cb.ops.attention.packed import SDPA_KEYS, SDPA_QUERIES, PackedSequences
+from lfm2_cb.ops.attention.packed import PAIR_ISAS, SDPA_KEYS, SDPA_QUERIES, PackedSequences
 from lfm2_cb.ops.attention.reference import paged_attention
 
 pytestmark = pytest.mark.skipif(
@@ -55,9 +55,15 @@ class Case:
         return paged_attention(*whole, self.offsets, self.kv_lens, self.tables, self.scaling)
 
 
-def assert_near(got, exact):
-    """In fp32 to a few roundings; in bf16 to the one rounding of the result."""
+def assert_near(got, exact, kernels=None):
+    """In fp32 to a few roundings; in bf16 to the one rounding of the result, and of its weights where `kernels` may
+    round them: then the error is SDPA's in bf16, 1.7e-3 to 2.1e-3 of the whole."""
     assert got.isfinite().all()
+    if kernels is not None and kernels.isa in PAIR_ISAS and got.dtype == torch.bfloat16:
+        error = (got.double() - exact).abs()
+        assert error.norm() <= 2.1e-3 * exact.norm()
+        assert (error <= 2**-8 * (exact.abs() + exact.abs().amax(-1, keepdim=True))).all()
+        return
     limits = {"rtol": 2**-8, "atol": 1e-5} if got.dtype == torch.bfloat16 else {"rtol": 2e-5, "atol": 2e-6}
     torch.testing.assert_close(got.double(), exact, **limits)
 
@@ -68,7 +74,7 @@ def test_random_shapes(kernels, dtype, seed):
     rng = random.Random(seed)
     torch.set_num_threads(rng.choice([1, 2, 5]))
     case = Case(seed, dtype, [rng.choice([1, 2, 63, 64, 65, rng.randint(1, 300)]) for _ in range(9)])
-    assert_near(case.native(kernels), case.reference())
+    assert_near(case.native(kernels), case.reference(), kernels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -76,7 +82,7 @@ def test_random_shapes(kernels, dtype, seed):
 def test_long_sequences_are_cut_and_merged(kernels, dtype, num_keys):
     lengths = [1, 3, 40, 1]
     case = Case(num_keys, dtype, [num_keys, num_keys, num_keys, 7], lengths, kv_heads=2, group=2, dim=64, size=64)
-    assert_near(case.native(kernels), case.reference())
+    assert_near(case.native(kernels), case.reference(), kernels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -114,7 +120,11 @@ def test_a_result_does_not_depend_on_how_a_prompt_is_cut_into_chunks(kernels, dt
     while start < n:
         end = min(n, start + rng.choice([1, 5, SDPA_QUERIES, SDPA_QUERIES + 1, 500]))
         chunk = PackedSequences(kernels, [0, end - start], [end], [case.tables[0][: -(-end // 16)]])
-        assert torch.equal(chunk.attend(case.q[start:end], case.keys, case.values, case.scaling), whole[start:end])
+        got = chunk.attend(case.q[start:end], case.keys, case.values, case.scaling)
+        if end - start == 1 and dtype == torch.bfloat16 and kernels.isa in PAIR_ISAS:  # by another kernel
+            assert_near(got, whole[start:end].double(), kernels)
+        else:
+            assert torch.equal(got, whole[start:end])
         start = end
 
 
@@ -164,4 +174,5 @@ def test_cascade_equals_every_row_by_itself(kernels, dtype, seed):
     prefixes = [SharedPrefix(members, case.tables[0][:num_shared], tokens)]
     first_keys = [size * count for count in shared_blocks(prefixes, len(own))]
     whole = case.q, case.keys, case.values, case.offsets, case.kv_lens, case.tables, case.scaling
-    assert_near(cascade_attention(*whole, prefixes, packed=case.sequences(kernels, first_keys)), case.reference())
+    mixed = cascade_attention(*whole, prefixes, packed=case.sequences(kernels, first_keys))
+    assert_near(mixed, case.reference(), kernels)

@@ -7,10 +7,24 @@ namespace {
 
 constexpr int64_t LINE = 64;  // bytes
 
+// A line into the cache level of the hint: 3 for the first, 2 for the second. Not by the compiler's builtin where
+// there is another way: GCC takes a function that does nothing else for one without effect, and leaves its calls out.
+template <int HINT = 3>
+inline void prefetch_line(const void* line) {
+#if defined(__x86_64__)
+    if (HINT == 3)
+        asm volatile("prefetcht0 %0" : : "m"(*(const char*)line));
+    else
+        asm volatile("prefetcht1 %0" : : "m"(*(const char*)line));
+#else
+    __builtin_prefetch(line, 0, HINT);
+#endif
+}
+
 // The first `bytes` at `from`, into the cache level of the hint. Asking beyond the end of memory does no harm.
 template <int HINT = 3>
 inline void prefetch_lines(const char* from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(from + i, 0, HINT);
+    for (int64_t i = 0; i < bytes; i += LINE) prefetch_line<HINT>(from + i);
 }
 
 // A run of memory, some lines a step, into the second-level cache.
@@ -25,7 +39,7 @@ struct Prefetcher {
 
     void step() {
         const char* stop = end - next < lines * LINE ? end : next + lines * LINE;
-        for (; next < stop; next += LINE) __builtin_prefetch(next, 0, 2);
+        for (; next < stop; next += LINE) prefetch_line<2>(next);
     }
 };
 

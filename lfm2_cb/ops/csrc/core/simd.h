@@ -34,7 +34,7 @@ union Arg {
 
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(EMULATED)
 constexpr int W = 16;  // fp32 lanes
 #elif defined(__AVX2__)
 constexpr int W = 8;

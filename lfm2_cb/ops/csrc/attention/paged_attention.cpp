@@ -5,7 +5,8 @@
 // sequence alone, so neither its batch mates nor the number of threads changes a bit of the result. Within an item an
 // online softmax goes over the keys (Milakov & Gimelshein, arXiv 1805.02867); the spans of a long sequence are merged
 // by their sums of exponentials, as in flash decoding (Dao et al., 2023). Everything is accumulated in fp32.
-#include "core/simd.h"
+#include "attention/sequence.h"
+#include "core/prefetch.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -17,15 +18,7 @@ constexpr int ROWS = 16;   // rows of an item
 constexpr int TILE = 64;   // keys whose scores are taken at once
 constexpr int SPAN = 512;  // keys of an item
 
-struct Sequence {
-    int64_t first_query;  // in q
-    int64_t num_queries;
-    int64_t first_key;  // keys before it are left out
-    int64_t num_keys;   // the queries are the last of them
-    int64_t table;      // where its block ids begin in `block_ids`
-
-    int64_t num_spans() const { return (num_keys - first_key + SPAN - 1) / SPAN; }
-};
+inline int64_t num_spans(const Sequence& s) { return ceil_div(s.num_keys - s.first_key, SPAN); }
 
 struct Problem {
     const void *q, *keys, *values;
@@ -78,8 +71,7 @@ struct State {
 // Start to fetch a tile's row k, if there is a tile.
 template <class T>
 inline void prefetch(const T* const* rows, int k, int64_t dim) {
-    if (rows)
-        for (int64_t i = 0; i < dim; i += 64 / (int64_t)sizeof(T)) __builtin_prefetch(rows[k] + i);
+    if (rows) prefetch_lines((const char*)rows[k], dim * sizeof(T));
 }
 
 // Scores of NR rows against n keys, W / NR at a time; meanwhile `ahead`, which is needed next, is fetched.
@@ -131,7 +123,7 @@ inline void mix(
 }
 
 // A row's scores become exponentials, 0 beyond the keys it sees, and its state is brought to the new maximum.
-inline void soften(float* scores, int visible, const State& state, int row, int64_t dim) {
+inline void online_softmax_update(float* scores, int visible, const State& state, int row, int64_t dim) {
     for (int k = visible > 0 ? visible : 0; k < TILE; k++) scores[k] = -INFINITY;
     vec top = load(scores);
     for (int k = W; k < TILE; k += W) top = maximum(top, load(scores + k));
@@ -169,7 +161,7 @@ inline void take_in(
     if (r < rows) score<1>(q + r * dim, keys, n, dim, scores + r, r ? nullptr : ahead);
     for (r = 0; r < rows; r++) {
         if (scales) multiply(scores[r], scales->keys);
-        soften(scores[r], visible[r], state, r, dim);
+        online_softmax_update(scores[r], visible[r], state, r, dim);
         if (scales) multiply(scores[r], scales->values);
     }
     for (r = 0; r + 2 <= rows; r += 2)
@@ -299,7 +291,7 @@ void run(const Problem& p, const Item* items, int64_t num_items, float* partials
         for (int64_t i = 0; i < num_items; i++) {
             if (items[i].partial < 0 || items[i].span > 0) continue;
             float* first = partials + items[i].partial * size;
-            merge(first, p.sequences[items[i].sequence].num_spans(), dim);
+            merge(first, num_spans(p.sequences[items[i].sequence]), dim);
             finish<T>(p, items[i], State(first));
         }
         free(memory);
@@ -321,21 +313,21 @@ KERNEL(paged_attention)(
                  heads / kv_heads, dim, (dim + W - 1) / W * W, block_size, q_stride, (float)scaling, out_is_float != 0};
     int64_t num_items = 0, num_partials = 0, work = 0;
     for (int64_t s = 0; s < num_sequences; s++) {
-        num_items += p.num_tiles(sequences[s]) * kv_heads * sequences[s].num_spans();
+        num_items += p.num_tiles(sequences[s]) * kv_heads * num_spans(sequences[s]);
         work += p.num_tiles(sequences[s]) * kv_heads * (sequences[s].num_keys - sequences[s].first_key) * dim;
     }
     Item* items = (Item*)malloc(num_items * sizeof(Item));
     Item* next = items;
     for (int32_t s = 0; s < num_sequences; s++) {
-        const int64_t num_spans = sequences[s].num_spans();
+        const int64_t spans = num_spans(sequences[s]);
         for (int32_t tile = 0; tile < p.num_tiles(sequences[s]); tile++)
             for (int32_t head = 0; head < kv_heads; head++)
-                for (int32_t span = 0; span < num_spans; span++)
-                    *next++ = {s, tile, head, span, num_spans > 1 ? num_partials++ : -1};
+                for (int32_t span = 0; span < spans; span++)
+                    *next++ = {s, tile, head, span, spans > 1 ? num_partials++ : -1};
     }
     float* partials = (float*)malloc((num_partials + 1) * State::size(p.padded_dim) * sizeof(float));
-    const int64_t worth = 1 + work / 65536;  // waking a thread costs as much as reading so many values
-    const int threads = worth < num_threads ? worth : num_threads;
+    // waking a thread costs as much as reading so many values
+    const int64_t threads = worthwhile_threads(work, 65536, num_threads);
     auto whole = key_scales ? is_bf16 ? run<bf16, int8_t> : run<float, int8_t>
                             : is_bf16 ? run<bf16, bf16> : run<float, float>;
     whole(p, items, num_items, partials, threads);
