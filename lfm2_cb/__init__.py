@@ -8,6 +8,8 @@ from .model.configuration import Lfm2CbConfig
 from .model.modeling import Lfm2CbForCausalLM, Lfm2CbModel
 from .requests.outputs import RequestEvent, RequestOutput
 
+__version__ = "0.1.0"
+
 register()
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "Lfm2CbModel",
     "RequestEvent",
     "RequestOutput",
+    "__version__",
     "default_dtype",
     "demo_model_path",
     "disable",

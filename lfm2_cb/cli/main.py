@@ -12,10 +12,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from .. import __version__
 from ..engine.loop import BrokenError
 from ..generator import ContinuousBatchingGenerator
 from ..loading import describe_files
@@ -34,6 +36,7 @@ from .flags import (
 )
 from .info import describe
 from .job import RECORD_FIELDS, Job, Summary
+from .parquet_output import write_parquet
 from .reader import open_source
 from .rows import InputError, check_first_rows
 from .writer import JobFiles, OutputError, PipeFiles
@@ -41,6 +44,8 @@ from .writer import JobFiles, OutputError, PipeFiles
 INPUT_HELP = """JSONL, .parquet, .csv, .tsv, .txt (a prompt a line), a dataset's folder or id; "-": JSONL on standard
 input. Run again, a job goes on where its input is the same: files are compared before, the rows of standard input as
 they come (and more rows at its end are run too)"""
+OUTPUT_HELP = """.jsonl; .parquet, made at the end of the .jsonl of that name (in the input's order); "-": JSONL on
+standard output, without resuming"""
 STATUS_HELP = """exit status: 0 done; 1 stopped (a full disk, a closed pipe), the same command goes on; 2 a bad
 option, model or input; 3 done, but for rows that could not be run (see the errors file); 130 Ctrl-C, the same command
 goes on"""
@@ -75,6 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser("lfm2-cb", description="Continuous batching for LFM2.")
+    parser.add_argument("--version", action="version", version=f"lfm2-cb {__version__}")
     commands = parser.add_subparsers(required=True, metavar="{generate,bench,info,serve}")
     generate = "answer the prompts of a file; resumable at any instant"
     _add_generate(commands.add_parser("generate", help=generate, description=generate, epilog=STATUS_HELP))
@@ -88,7 +94,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
     add = parser.add_argument
     add("--input", required=True, help=INPUT_HELP)
-    add("--output", required=True, help='JSONL; "-": stdout, without resuming')
+    add("--output", required=True, help=OUTPUT_HELP)
     add("--split", help="of a dataset")
     add("--column", help='of the prompts (text, chats or token ids); default: "prompt" or "messages"')
     add("--keep", nargs="+", default=[], metavar="COLUMN", help="columns carried over into the output")
@@ -122,6 +128,7 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
 def _generate(args: argparse.Namespace) -> int:
     if clash := sorted({*args.keep} & {*RECORD_FIELDS}):
         raise UsageError(f"--keep {' '.join(clash)}: the output has fields of that name")
+    args.keep = list(dict.fromkeys(args.keep))
     _check_output(args)
     if args.quiet:
         disable_progress_bar()
@@ -141,13 +148,24 @@ def _generate(args: argparse.Namespace) -> int:
         resolved = generator.resolve(config, options, face="lfm2-cb generate")
         job = Job(generator, resolved, args.column, args.keep, args.ordered)
         job.check_options()
-        files = PipeFiles(1) if to_pipe else JobFiles(Path(args.output), record, args.overwrite, args.retry_errors)
+        files = PipeFiles(1) if to_pipe else _job_files(args, record)
         num_before = len(files.done)
         try:
             summary = job.run(source, files, progress_bar=not args.quiet)
+            if isinstance(files, JobFiles) and files.result is not None:
+                files.sync()
+                write_parquet(files.output, files.result, source, args.keep)
         finally:
             files.close()
     return _report(summary, num_before, files)
+
+
+def _job_files(args: argparse.Namespace, record: dict[str, Any]) -> JobFiles:
+    output, result = Path(args.output), None
+    record["format"] = output.suffix.removeprefix(".")
+    if output.suffix == ".parquet":
+        output, result = output.with_suffix(".jsonl"), output
+    return JobFiles(output, record, args.overwrite, args.retry_errors, result)
 
 
 def _report(summary: Summary, num_before: int, files: JobFiles | PipeFiles) -> Status:
@@ -167,9 +185,9 @@ def _check_output(args: argparse.Namespace) -> None:
     output = Path(args.output)
     if not output.parent.is_dir():
         raise UsageError(f"there is no folder {output.parent}")
-    if output.suffix not in (".jsonl", ".ndjson"):
-        raise UsageError(f"{output}: the output is JSON lines; give it a name that ends in .jsonl")
-    for path in (output, output.with_suffix(".errors.jsonl"), output.with_suffix(".job.json")):
+    if output.suffix not in (".jsonl", ".ndjson", ".parquet"):
+        raise UsageError(f"{output}: the output is JSON lines or Parquet; its name ends in .jsonl or .parquet")
+    for path in (output, *(output.with_suffix(suffix) for suffix in (".jsonl", ".errors.jsonl", ".job.json"))):
         if path.exists() and not path.is_file():
             raise UsageError(f"{path} is there, and no file")
         if path.exists() and os.path.exists(args.input) and path.samefile(args.input):

@@ -41,14 +41,15 @@ class Source:
         rows: call to iterate, from the start, over (index, row or what is wrong with it). Indices rise, and are
             those of lines in JSONL and text (from 0; blank lines are no rows), of rows in anything else.
         is_stream: it can be read once only, so that nothing tells it from another but its rows.
-        schema: Arrow's, of the columns that are read; None where they have no types of their own.
+        kept: call to iterate over all rows as Arrow record batches of the columns to carry over; None where these
+            have no types of their own.
     """
 
     identity: dict[str, Any]
     num_rows: int | None
     rows: Callable[[], Iterator[tuple[int, Content]]]
     is_stream: bool = False
-    schema: Any = None
+    kept: Callable[[], Iterator[Any]] | None = None
 
 
 def take_prompt(row: Mapping[str, Any], column: str | None) -> Any:

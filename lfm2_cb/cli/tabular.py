@@ -17,10 +17,10 @@ def open_parquet(path: Path, column: str | None, keep: Sequence[str], digest: st
 
     try:
         with parquet.ParquetFile(path) as file:
-            num_rows, schema = file.metadata.num_rows, file.schema_arrow
+            num_rows, names = file.metadata.num_rows, file.schema_arrow.names
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path} is no Parquet file: {error}") from error
-    columns = choose_columns(str(path), schema.names, column, keep)
+    columns = choose_columns(str(path), names, column, keep)
 
     def rows() -> Iterator[tuple[int, Content]]:
         index = 0
@@ -33,7 +33,11 @@ def open_parquet(path: Path, column: str | None, keep: Sequence[str], digest: st
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
             raise InputError(f"{path} cannot be read beyond row {index}: {error}") from error
 
-    return Source({"sha256": digest}, num_rows, rows, schema=pyarrow.schema([schema.field(name) for name in columns]))
+    def kept() -> Iterator[Any]:
+        with parquet.ParquetFile(path) as file:
+            yield from file.iter_batches(batch_size=1024, columns=list(keep))
+
+    return Source({"sha256": digest}, num_rows, rows, kept=kept)
 
 
 def open_dataset(name: str, split: str | None, column: str | None, keep: Sequence[str]) -> Source:
@@ -70,7 +74,7 @@ def open_dataset(name: str, split: str | None, column: str | None, keep: Sequenc
             yield index, row
 
     identity = {"split": split, "num_rows": len(data), "columns": data.column_names, "sha256": _table_digest(selected)}
-    return Source(identity, len(data), rows, schema=selected.features.arrow_schema)
+    return Source(identity, len(data), rows)
 
 
 def choose_columns(name: str, there: Sequence[str], column: str | None, keep: Sequence[str]) -> list[str]:

@@ -155,14 +155,21 @@ class JobFiles:
             anew where it is not and no row has an answer yet.
         overwrite: remove what is there, and start anew.
         retry_errors: forget the rows in the errors file, so that they are run again.
+        result: a file that is made of the first at the end; another's is not replaced, and `overwrite` removes it.
     Raises: JobError; OutputError.
     """
 
     resumes = True
 
     def __init__(
-        self, output: Path, record: dict[str, Any], overwrite: bool = False, retry_errors: bool = False
+        self,
+        output: Path,
+        record: dict[str, Any],
+        overwrite: bool = False,
+        retry_errors: bool = False,
+        result: Path | None = None,
     ) -> None:
+        self.result = result
         self.output, self.errors = output, output.with_suffix(".errors.jsonl")
         self.job = output.with_suffix(".job.json")
         self.done, self.num_errors = RowSet(), 0
@@ -173,7 +180,9 @@ class JobFiles:
             if overwrite:  # only now that nobody else is writing them
                 self._answers.truncate()
                 self._failures.truncate()
-                self.job.unlink(missing_ok=True)
+                for path in (self.job, result):
+                    if path is not None:
+                        path.unlink(missing_ok=True)
             self._check_record(json.loads(json.dumps(record)))
             if retry_errors:
                 self._failures.truncate()
@@ -192,7 +201,7 @@ class JobFiles:
         except ValueError as error:
             raise JobError(f"{self.job} is no job's record; --overwrite starts anew") from error
         if known is None:
-            for path in (self.output, self.errors):
+            for path in filter(None, (self.output, self.errors, self.result)):
                 if path.exists() and path.stat().st_size:
                     raise JobError(f"{path} is there, and no {self.job.name} beside it; --overwrite removes it")
         elif known != record and not self._answers.has_rows():
@@ -271,14 +280,14 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise OutputError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def _sync_folder(path: Path) -> None:
+def sync_folder(path: Path) -> None:
     """Make renamed and created names last, where the system can."""
     with contextlib.suppress(OSError):
         fd = os.open(path, os.O_RDONLY)

@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from pyarrow import parquet
+
 import lfm2_cb
 from lfm2_cb.cli.main import Status, main
 
@@ -37,7 +39,9 @@ def write_input(path: Path, num_rows: int) -> None:
 
 
 def command(folder: Path, name: str, ordered: bool) -> list[str]:
-    files = ["--input", str(folder / "in.jsonl"), "--output", str(folder / f"{name}.jsonl")]
+    """Ordered JSON lines, or Parquet (of JSON lines as they complete)."""
+    output = folder / f"{name}.{'jsonl' if ordered else 'parquet'}"
+    files = ["--input", str(folder / "in.jsonl"), "--output", str(output)]
     return ["generate", lfm2_cb.demo_model_path(), *files, *FLAGS, *(["--ordered"] if ordered else [])]
 
 
@@ -106,14 +110,17 @@ def kill_and_resume(
     if ordered:
         assert found == reference, "the files differ"
     assert [sorted(lines) for lines in found] == [sorted(lines) for lines in reference], "the rows differ"
-    assert sorted(path.name for path in folder.glob(f"{name}.*")) == [
-        f"{name}{suffix}" for suffix in (".errors.jsonl", ".job.json", ".jsonl")
-    ]
+    suffixes = [".errors.jsonl", ".job.json", ".jsonl"]
+    if not ordered:
+        table = parquet.read_table(folder / f"{name}.parquet").to_pylist()
+        assert table == [json.loads(line) for line in reference[0]], "the Parquet file differs"
+        suffixes.append(".parquet")
+    assert sorted(path.name for path in folder.glob(f"{name}.*")) == [f"{name}{suffix}" for suffix in suffixes]
     return kills
 
 
 def kill_many(folder: Path, times: int, num_rows: int, seed: int = 0, most: int = 4) -> str:
-    """`times` jobs, by turns ordered and as completed, each killed until it runs through; returns a summary."""
+    """`times` jobs, by turns to ordered JSON lines and to Parquet, killed until they run through: a summary."""
     context.set_forkserver_preload(["lfm2_cb.cli.main"])
     write_input(folder / "in.jsonl", num_rows)
     start = time.monotonic()

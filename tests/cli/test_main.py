@@ -1,5 +1,6 @@
 """The `lfm2-cb` command: exit statuses, messages, files, pipes."""
 
+import importlib.metadata
 import inspect
 import io
 import json
@@ -88,7 +89,7 @@ def test_errors_are_kept_and_can_be_run_again(folder, capsys):
     "flags, message",
     [
         (["--output", "nowhere/out.jsonl"], "no folder nowhere"),
-        (["--output", "out.txt"], "ends in .jsonl"),
+        (["--output", "out.txt"], "ends in .jsonl or .parquet"),
         (["--output", "in.jsonl"], "is the input"),
         (["--output", "-", "--overwrite"], "go with an output file"),
         (["--output", "o.jsonl", "--keep", "text"], "--keep text"),
@@ -162,6 +163,13 @@ def test_info_and_bench(capsys):
     said = capsys.readouterr().out
     assert said.startswith("ours ") and "stock " in said and "ratio" in said
     assert main(["bench", MODEL, "--prompts", "0"]) == 2
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"lfm2-cb {lfm2_cb.__version__}\n"
+    assert importlib.metadata.version("lfm2-cb") == lfm2_cb.__version__
 
 
 def test_serve_says_which_extra_is_missing(capsys, monkeypatch):
