@@ -20,7 +20,7 @@ from transformers import (
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .model.configuration import Lfm2CbConfig
-from .model.conversion import adopt, check_adoptable, still_adopted
+from .model.conversion import adopt, check_plain, still_adopted
 from .model.modeling import Lfm2CbForCausalLM
 from .model.quantization import (
     OTHERS_REFUSED,
@@ -208,7 +208,7 @@ def as_lfm2_cb(model: Any, weights: str | None = None) -> Lfm2CbForCausalLM:
     weights_of(model)  # nobody else's quantisation, or it says whose
     if weights is not None:
         check_weights(weights)
-        check_adoptable(model)
+        check_plain(model)
         return quantize(model, weights)
     known = _adopted.get(model)
     if known is None or not still_adopted(model, known):

@@ -10,6 +10,7 @@ from torch.nn.modules import module as torch_module
 from transformers.utils import logging
 
 from ..model.decode_batch import DecodeBatch
+from ..model.foreign_code import foreign_code
 from ..model.hybrid_cache import HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
@@ -104,7 +105,11 @@ class RecordedDecodes:
         if self._addresses != list(map(torch.Tensor.data_ptr, self._tensors)):
             self._forget(_structure_of(self._model))
         self._doubtful = False
-        return self._recordable and not any(self._hooks)
+        return self._recordable and not (any(self._hooks) and self._has_foreign_hooks())
+
+    def _has_foreign_hooks(self) -> bool:
+        """Whether any hook may change what comes out. (transformers leaves some that do not.)"""
+        return any(self._hooks[:2]) or any(map(foreign_code, self._model.modules()))
 
     def _forget(self, structure: list[object]) -> None:
         self._tapes.clear()
@@ -122,6 +127,7 @@ def _structure_of(model: nn.Module) -> list[object]:
     """What says that a model is still made of the same modules and tensors."""
     found: list[object] = []
     for module in model.modules():
-        found += id(module), "forward" in module.__dict__
+        own = module.__dict__
+        found += id(module), "forward" in own, own.get("eps"), own.get("scaling"), own.get("attention_scaling")
         found += map(id, (*module._parameters.values(), *module._buffers.values()))
     return found

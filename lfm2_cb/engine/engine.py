@@ -112,7 +112,10 @@ class Engine:
         """Queue requests (whose `params` are `SamplingParams`) with their forks, known to come together.
 
         They have passed `check_fits` (as `RequestBuilder` makes them): one that does not fit would wait for ever.
+
+        Raises: ModelChanged: the model was changed into one that cannot be run; none is queued.
         """
+        self.check_model()
         now = time.perf_counter()
         for request in requests:
             for r in (request, *request.forks):
@@ -120,6 +123,11 @@ class Engine:
                 if self.config.drafting == "auto" and r.drafting is None:
                     r.drafting = Drafting(self.prompt_lookup())
         self._inbox.append(requests)
+
+    def check_model(self) -> None:
+        """Raises: ModelChanged: what was done to the model (or the assistant) cannot be followed."""
+        for runner in self._runners():
+            runner.check_model()
 
     def cancel(self, request: Request) -> None:
         """End a request at the start of the next step, which reports it as finished."""
@@ -148,6 +156,8 @@ class Engine:
         return None if limit is None else self.speculation.times.tokens_within(limit)
 
     def _take_in(self) -> list[StepOutput]:
+        if self._inbox:
+            self._follow_model()
         while self._inbox:
             self.scheduler.add_all(self._inbox.popleft())
         outputs = []
@@ -156,6 +166,21 @@ class Engine:
             if not request.is_finished:
                 outputs.append(self._finish(request, [], FinishReason.CANCELLED))
         return outputs
+
+    def _runners(self) -> list[ModelRunner]:
+        drafters = self._drafters.values()
+        return [self.runner, *(d.runner for d in drafters if isinstance(d, AssistantModel))]
+
+    def _follow_model(self) -> None:
+        changed = [runner.follow_model() for runner in self._runners()]
+        if changed[0]:
+            self.forget_cached()
+
+    def forget_cached(self) -> None:
+        """Let no request reuse what was computed so far: the weights may have changed. Between two steps only."""
+        for request in self.scheduler.running:
+            request.use_prefix_cache = False  # what it computes from now on rests on the old
+        self.scheduler.cache.clear()
 
     def _advance(self, rows: list[ScheduledRow], logits: torch.Tensor) -> list[StepOutput]:
         """Choose tokens for the rows that are complete, and record what all of them computed."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..model.changes import ModelWatch
 from ..model.configuration import layers_of_type, rope_type
 from ..model.decode_batch import DecodeBatch
 from ..model.hybrid_cache import CachePlan, HybridCache
@@ -44,6 +45,8 @@ class ModelRunner:
             raise ValueError("the config has neither attention nor conv layers")
         self.model, self.kernel_size = model, config.conv_L_cache
         self.kernels = KernelSet.resolve(kernels, model.device, model.dtype)
+        self._watch = ModelWatch(model)
+        self._watch.check()
         self.cache = HybridCache(config, plan, model.dtype, model.device)
         self._batch: RaggedBatch | None = None
         self._recorded = None
@@ -88,6 +91,14 @@ class ModelRunner:
         if len(batch.logits_index) < len(hidden_states):
             hidden_states = hidden_states[batch.logits_index]
         return self.kernels.linear(self.model.lm_head, hidden_states)
+
+    def check_model(self) -> None:
+        """Look whether the model can still be run. From any thread. Raises: ModelChanged."""
+        self._watch.check()
+
+    def follow_model(self) -> bool:
+        """Take over what was changed in the model, between two steps. Returns: whether its cached states are void."""
+        return self._watch.follow()
 
     def settle(self, num_accepted: dict[int, int]) -> None:
         """Keep the conv state of the accepted drafts: row index in the last `run` → how many were accepted."""

@@ -8,13 +8,18 @@ Three doors lead from stock weights to ours, and one back:
 
 from __future__ import annotations
 
+import functools
+import itertools
+import weakref
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import Lfm2ForCausalLM, PreTrainedModel
+from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
 
+from ..ops.pointwise import RMSNorm
+from .foreign_code import foreign_code
 from .layers import FusedLinear
 
 Ours = TypeVar("Ours", bound=PreTrainedModel)
@@ -80,31 +85,52 @@ def adopt(stock: PreTrainedModel, model_class: type[Ours]) -> Ours:
     views into the stack, so the stock model stays usable and in-place updates of either are seen by both.
 
     Args:
-        stock: a `transformers.Lfm2ForCausalLM` with nothing swapped or wrapped in it.
+        stock: a `transformers.Lfm2ForCausalLM` with nothing swapped, wrapped or hooked in it.
     Raises:
-        TypeError: a layer or weight is not stock's own (a quantised or adapter-wrapped model).
+        TypeError: a layer or weight is not stock's own (a quantised or adapter-wrapped model), or has others' code on
+            it (hooks, a patched `forward`), which would not be called.
         ValueError: a parameter is on the meta device (offloaded by accelerate).
     """
-    check_adoptable(stock)
+    check_plain(stock)
     config = model_class.config_class(**{k: v for k, v in stock.config.to_dict().items() if k != "model_type"})
     config._attn_implementation = stock.config._attn_implementation
     with torch.device("meta"):
         model = model_class(config)
-    source = dict(stock.named_parameters(remove_duplicate=False))
-    for name, module in model.named_modules():
-        for leaf in list(module._parameters):
-            full_name = f"{name}.{leaf}"
-            if isinstance(module, FusedLinear):
-                parent = name.rpartition(".")[0]
-                module.weight = _stack_in_place([source[f"{parent}.{part}.weight"] for part in module.parts])
-            elif module._parameters[leaf] is not None:
-                module._parameters[leaf] = source[full_name]
-    rotary = model.model.rotary_emb
-    for name, buffer in stock.model.rotary_emb.named_buffers():
-        setattr(rotary, name, buffer)
+    follow_stock(stock, model)
     model.generation_config = stock.generation_config
     model.train(stock.training)
+    _stock_of[model] = weakref.ref(stock)
     return model
+
+
+#: adopted model → the stock model whose weights it shares
+_stock_of: weakref.WeakKeyDictionary[PreTrainedModel, weakref.ref[PreTrainedModel]] = weakref.WeakKeyDictionary()
+
+
+def stock_of(model: PreTrainedModel) -> weakref.ref[PreTrainedModel] | None:
+    """The stock model that this one was made over by `adopt`; None: by something else."""
+    return _stock_of.get(model)
+
+
+def follow_stock(stock: PreTrainedModel, model: PreTrainedModel) -> None:
+    """Let an adopted model have the parameters, buffers and constants that its stock model has now."""
+    source = dict(stock.named_parameters(remove_duplicate=False))
+    for name, module in model.named_modules():
+        parent = name.rpartition(".")[0]
+        if isinstance(module, FusedLinear):
+            module.weight = _stack_in_place([source[f"{parent}.{part}.weight"] for part in module.parts])
+            continue
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[leaf] = source[f"{name}.{leaf}"]
+        if isinstance(module, RMSNorm):
+            module.eps = stock.get_submodule(name).variance_epsilon  # type: ignore[assignment]
+        elif name.endswith("self_attn"):
+            module.scaling = stock.get_submodule(name).scaling
+    ours, theirs = model.get_submodule("model.rotary_emb"), stock.get_submodule("model.rotary_emb")
+    ours.attention_scaling = theirs.attention_scaling
+    for name, buffer in theirs.named_buffers():
+        setattr(ours, name, buffer)
 
 
 def still_adopted(stock: PreTrainedModel, model: PreTrainedModel) -> bool:
@@ -125,7 +151,14 @@ def still_adopted(stock: PreTrainedModel, model: PreTrainedModel) -> bool:
 
 
 def _stack_in_place(parts: list[nn.Parameter]) -> nn.Parameter:
-    """Stack parameters and turn each into a view of the stack."""
+    """Stack parameters and turn each into a view of the stack; none is copied where they lie end to end already."""
+    height, start = sum(part.shape[0] for part in parts), parts[0].data_ptr()
+    ends = itertools.accumulate((part.nbytes for part in parts), initial=start)
+    storage = parts[0].untyped_storage()
+    lie_together = all(part.is_contiguous() and part.data_ptr() == end for part, end in zip(parts, ends, strict=False))
+    if lie_together and all(part.untyped_storage().data_ptr() == storage.data_ptr() for part in parts):
+        stacked = parts[0].data.as_strided((height, *parts[0].shape[1:]), parts[0].stride())
+        return nn.Parameter(stacked, requires_grad=parts[0].requires_grad)
     with torch.no_grad():
         stacked = torch.cat([part.data for part in parts])
         for part, view in zip(parts, stacked.split([part.shape[0] for part in parts]), strict=True):
@@ -133,20 +166,35 @@ def _stack_in_place(parts: list[nn.Parameter]) -> nn.Parameter:
     return nn.Parameter(stacked, requires_grad=parts[0].requires_grad)
 
 
-def check_adoptable(stock: PreTrainedModel) -> None:
+def check_plain(stock: PreTrainedModel) -> None:
     """Raises: TypeError, ValueError: as `adopt`."""
-    with torch.device("meta"):
-        plain = Lfm2ForCausalLM(stock.config)
     found = dict(stock.named_modules())
-    for name, module in plain.named_modules():
-        kind = type(found.get(name))
-        if name and kind is not type(module):
+    for name, kind in _stock_classes(tuple(stock.config.layer_types)).items():
+        module = found.get(name)
+        if type(module) is not kind:
             raise TypeError(
-                f"{name} is a {kind.__name__}, not a plain {type(module).__name__}: merge adapters and load without "
+                f"{name} is a {type(module).__name__}, not a plain {kind.__name__}: merge adapters and load without "
                 "quantisation before handing the model to lfm2_cb"
+            )
+    for name, module in found.items():
+        if code := foreign_code(module):
+            raise TypeError(
+                f"{name or 'the model'} has {code}, which lfm2_cb would not call (its fused layers stand in for "
+                "stock's): remove it, or hand over an Lfm2CbForCausalLM, on which hooks are called"
             )
     for name, parameter in stock.named_parameters():
         if parameter.is_meta:
             raise ValueError(f"{name} is offloaded (meta device); load the model whole to use lfm2_cb")
         if type(parameter.data) is not torch.Tensor:
             raise TypeError(f"{name} is a {type(parameter.data).__name__}: load without quantisation to use lfm2_cb")
+
+
+@functools.lru_cache(maxsize=8)
+def _stock_classes(layer_types: tuple[str, ...]) -> dict[str, type[nn.Module]]:
+    """The classes of a stock model's modules, by name."""
+    config = Lfm2Config(
+        hidden_size=8, num_attention_heads=1, num_key_value_heads=1, intermediate_size=8, vocab_size=8,
+        num_hidden_layers=len(layer_types), layer_types=list(layer_types),
+    )  # fmt: skip
+    with torch.device("meta"):
+        return {name: type(module) for name, module in Lfm2ForCausalLM(config).named_modules() if name}

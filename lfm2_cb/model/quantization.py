@@ -20,7 +20,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..ops.linear.quantized import QuantizedEmbedding, QuantizedLinear
-from .conversion import FusedLinear
+from .foreign_code import foreign_code
+from .layers import FusedLinear
 from .modeling import Lfm2CbForCausalLM, Lfm2CbPreTrainedModel
 
 QUANT_METHOD = "lfm2_cb"
@@ -141,8 +142,11 @@ def quantize(model: PreTrainedModel, weights: str) -> Lfm2CbForCausalLM:
     """A new model with low-bit weights; the given one is left as it is, and shares nothing with it.
 
     Args: model: one of ours or a stock `Lfm2ForCausalLM`, in full precision; weights: "int8" or "int4".
-    Raises: ValueError: another `weights`; weights that are not finite. TypeError: adapters.
+    Raises: ValueError: another `weights`; weights that are not finite. TypeError: adapters, hooks, patched modules.
     """
+    for name, module in model.named_modules():
+        if code := foreign_code(module):
+            raise TypeError(f"{name or 'the model'} has {code}, which a quantised copy would not have: remove it")
     fields = {k: v for k, v in model.config.to_dict().items() if k != "model_type"}
     config = Lfm2CbForCausalLM.config_class(**fields, quantization_config=Lfm2CbQuantizationConfig(weights))
     config._attn_implementation = model.config._attn_implementation

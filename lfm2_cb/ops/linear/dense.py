@@ -91,7 +91,8 @@ class PackedLinear(nn.Linear):
     transposed = True
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not self.transposed:
+            return F.linear(input, self.weight, self.bias)
         fits = input.ndim == 2 and len(input) in TRANSPOSED_ROWS and input.dtype == torch.float32
-        if fits and self.transposed and input.device.type == "cpu" and not torch.is_grad_enabled():
-            return transposed_linear(input, self.weight, self.bias)
-        return F.linear(input, self.weight, self.bias)
+        product = transposed_linear if fits and input.device.type == "cpu" else F.linear
+        return product(input, self.weight, self.bias)
