@@ -104,18 +104,17 @@ class Engine:
         self.scheduler.check_fits(request)
 
     def add(self, request: Request) -> None:
-        """Queue one request; see `add_all`. Raises: RequestTooLarge."""
+        """Queue one request; see `add_all`. Raises: RequestTooLarge; ModelChanged."""
+        self.check_model()
         self.check_fits(request)
         self.add_all([request])
 
     def add_all(self, requests: list[Request]) -> None:
         """Queue requests (whose `params` are `SamplingParams`) with their forks, known to come together.
 
-        They have passed `check_fits` (as `RequestBuilder` makes them): one that does not fit would wait for ever.
-
-        Raises: ModelChanged: the model was changed into one that cannot be run; none is queued.
+        They have passed `check_fits` (as `RequestBuilder` makes them): one that does not fit would wait for ever. And
+        `check_model` has been called for them: what that has seen is taken over before they run.
         """
-        self.check_model()
         now = time.perf_counter()
         for request in requests:
             for r in (request, *request.forks):

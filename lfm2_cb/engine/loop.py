@@ -97,9 +97,10 @@ class EngineLoop:
         """Queue requests (and their forks) all together.
 
         Args: keep_outputs: for whoever reads the submission's `outputs`; not for one who drives, and has them so.
-        Raises: ClosedError; BrokenError; ForkedError.
+        Raises: ClosedError; BrokenError; ForkedError; ModelChanged.
         """
         self.check_process()
+        self.engine.check_model()
         submission = Submission(requests, keep_outputs)
         with self._changed:
             if self._closed:
