@@ -2,6 +2,7 @@
 
 from .assets import demo_model_path
 from .generator import ContinuousBatchingGenerator
+from .hf.manager_config import Lfm2CbBatchingConfig
 from .hf.registration import disable, enable, register
 from .loading import default_dtype, load_model
 from .model.configuration import Lfm2CbConfig
@@ -14,6 +15,7 @@ register()
 
 __all__ = [
     "ContinuousBatchingGenerator",
+    "Lfm2CbBatchingConfig",
     "Lfm2CbConfig",
     "Lfm2CbForCausalLM",
     "Lfm2CbModel",

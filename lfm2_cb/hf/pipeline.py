@@ -14,7 +14,7 @@ from transformers.pipelines.pt_utils import KeyDataset
 
 from ..generator import ContinuousBatchingGenerator
 from ..requests.options import GenerateOptions
-from ..requests.prompts import PromptError, strip_padding
+from ..requests.prompts import PromptError, check_unicode, strip_padding
 from ..scheduling.request import FinishReason
 
 
@@ -23,7 +23,10 @@ class ContinuousBatchingPipeline(TextGenerationPipeline):
 
     Without `generator=` this class makes an exact stock `TextGenerationPipeline`. With `generator="cb"` everything
     that stock's takes is taken, results come in order, and `batch_size` no longer matters. A `datasets` column, and a
-    `datasets.Dataset` with one text column, are accepted too.
+    `datasets.Dataset` with one text column, are accepted too. With `on_error="return"` the record of a prompt that
+    cannot be run has `"generated_text": None` and its "error", and the others run.
+
+    It can be pickled and copied as stock's; the copy makes an engine of its own when it is first used.
 
     Args:
         generator: "cb", or None for stock.
@@ -43,7 +46,24 @@ class ContinuousBatchingPipeline(TextGenerationPipeline):
         self, *args: Any, generator: str = "cb", generator_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.generator = ContinuousBatchingGenerator(self.model, self.tokenizer, **(generator_kwargs or {}))
+        self._generator_kwargs = dict(generator_kwargs or {})
+        self._generator: ContinuousBatchingGenerator | None = self._make_generator()
+
+    def _make_generator(self) -> ContinuousBatchingGenerator:
+        return ContinuousBatchingGenerator(self.model, self.tokenizer, **self._generator_kwargs)
+
+    @property
+    def generator(self) -> ContinuousBatchingGenerator:
+        """The engine, its cache and its threads' meeting point: no state of the pipeline, so copies make their own."""
+        if self._generator is None:
+            self._generator = self._make_generator()
+        return self._generator
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_generator": None}
+
+    def __getnewargs_ex__(self) -> tuple[tuple[()], dict[str, str]]:
+        return (), {"generator": "cb"}  # of __new__, which would make a stock pipeline without
 
     def __call__(self, text_inputs: Any, **kwargs: Any) -> Any:
         """As stock's, for str, list, chat, list of chats, generator, `KeyDataset`, and `datasets` columns."""
@@ -53,7 +73,7 @@ class ContinuousBatchingPipeline(TextGenerationPipeline):
         self, inputs: Any, preprocess_params: Any, forward_params: dict[str, Any], postprocess_params: Any
     ) -> Any:
         streamer = forward_params.get("streamer")
-        call = _Call(self, preprocess_params, forward_params, postprocess_params)
+        call = _Call(self, preprocess_params, forward_params, postprocess_params, 1)
         return call.collect(call.enqueue([inputs]), streamer)[0]
 
     def get_iterator(
@@ -65,7 +85,8 @@ class ContinuousBatchingPipeline(TextGenerationPipeline):
         forward_params: dict[str, Any],
         postprocess_params: Any,
     ) -> Iterable[Any]:
-        call = _Call(self, preprocess_params, forward_params, postprocess_params)
+        num_prompts = len(inputs) if isinstance(inputs, list) else 1
+        call = _Call(self, preprocess_params, forward_params, postprocess_params, num_prompts)
         return _Results(call, inputs)
 
 
@@ -73,13 +94,18 @@ class _Call:
     """One call of the pipeline: how each input becomes prompt ids, and each answer a record."""
 
     def __init__(
-        self, pipe: ContinuousBatchingPipeline, preprocess_params: Any, forward_params: Any, postprocess_params: Any
+        self,
+        pipe: ContinuousBatchingPipeline,
+        preprocess_params: Any,
+        forward_params: Any,
+        postprocess_params: Any,
+        num_prompts: int,
     ) -> None:
         self.pipe, self.preprocess_params, self.postprocess_params = pipe, preprocess_params, postprocess_params
-        self.options = self._options(dict(forward_params))
+        self.options = self._options(dict(forward_params), num_prompts)
         self.num_enqueued = 0
 
-    def _options(self, forward_params: dict[str, Any]) -> GenerateOptions:
+    def _options(self, forward_params: dict[str, Any], num_prompts: int) -> GenerateOptions:
         """Resolve the generation options once a call (as `TextGenerationPipeline._forward` does for each item)."""
         pipe = self.pipe
         forward_params.pop("streamer", None)
@@ -91,15 +117,28 @@ class _Call:
                 if length in given and new_tokens not in given:
                     kwargs[length] = given[length] + prefix_length
         face = 'the pipeline with generator="cb"'
-        return pipe.generator.resolve(kwargs.pop("generation_config", None), kwargs, face=face)
+        return pipe.generator.resolve(kwargs.pop("generation_config", None), kwargs, num_prompts, face)
 
     def enqueue(self, items: list[Any]) -> tuple[list[dict[str, Any]], Any]:
         """Queue inputs together; `collect` waits for them."""
-        inputs = [self.pipe.preprocess(item, **self.preprocess_params) for item in items]
-        token_ids = [self._token_ids(i, model_inputs) for i, model_inputs in enumerate(inputs, self.num_enqueued)]
+        read = [self._read(i, item) for i, item in enumerate(items, self.num_enqueued)]
+        inputs, token_ids = [model_inputs for model_inputs, _ in read], [ids for _, ids in read]
         submission = self.pipe.generator.enqueue(token_ids, self.options, self.num_enqueued)
         self.num_enqueued += len(items)
         return inputs, submission
+
+    def _read(self, index: int, item: Any) -> tuple[dict[str, Any], list[int] | PromptError]:
+        """Stock's inputs of an item, and its token ids, or what is wrong with it."""
+        try:
+            for text in [item] if isinstance(item, str) else [m.get("content") for m in getattr(item, "messages", ())]:
+                check_unicode(index, text)
+            model_inputs = self.pipe.preprocess(item, **self.preprocess_params)
+            return model_inputs, self._token_ids(index, model_inputs)
+        except Exception as error:  # a chat template or a tokenizer may raise anything
+            if self.options.call.on_error == "raise":
+                raise
+            known = isinstance(error, PromptError)
+            return {}, error if known else PromptError(f"prompt {index} cannot be read: {error!r}")  # type: ignore[return-value]
 
     def _token_ids(self, index: int, model_inputs: dict[str, Any]) -> list[int]:
         input_ids = model_inputs["input_ids"]
@@ -120,9 +159,19 @@ class _Call:
         return [self._records(model_inputs, outputs[i * n : (i + 1) * n]) for i, model_inputs in enumerate(inputs)]
 
     def _records(self, model_inputs: dict[str, Any], outputs: list[Any]) -> list[dict[str, Any]]:
-        for output in outputs:
-            if output.finish_reason is FinishReason.ERROR:
-                raise RuntimeError(f"generation failed: {output.error!r}") from output.error
+        failed = [output for output in outputs if output.finish_reason is FinishReason.ERROR]
+        if failed and self.options.call.on_error == "raise":
+            raise RuntimeError(f"generation failed: {failed[0].error!r}") from failed[0].error
+        well = [output for output in outputs if output.finish_reason is not FinishReason.ERROR]
+        records = iter(self._records_of(model_inputs, well) if well else [])
+        return [
+            {"generated_text": None, "error": f"{type(output.error).__name__}: {output.error}"}
+            if output.finish_reason is FinishReason.ERROR
+            else next(records)
+            for output in outputs
+        ]
+
+    def _records_of(self, model_inputs: dict[str, Any], outputs: list[Any]) -> list[dict[str, Any]]:
         input_ids = model_inputs["input_ids"]
         prompt = input_ids if input_ids is not None else torch.tensor([outputs[0].prompt_token_ids])
         answers = torch.nn.utils.rnn.pad_sequence(

@@ -6,13 +6,10 @@ that steps aside unless it is asked for. `enable()` is what changes things for o
 
 from __future__ import annotations
 
-import functools
-import importlib
-from collections.abc import Callable
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Lfm2Config, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Lfm2Config
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.pipelines import PIPELINE_REGISTRY
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
@@ -21,6 +18,7 @@ from ..model.configuration import Lfm2CbConfig
 from ..model.conversion import weight_conversions
 from ..model.modeling import Lfm2CbForCausalLM, Lfm2CbModel
 from ..model.quantization import QUANT_METHOD, Lfm2CbQuantizationConfig, Lfm2CbQuantizer
+from . import methods
 
 _stock_lfm2_class = transformers.Lfm2ForCausalLM
 
@@ -63,17 +61,7 @@ def register() -> None:
     # unless generator= is given. (`register_pipeline` would leave a mark in every saved config.)
     PIPELINE_REGISTRY.supported_tasks["text-generation"]["impl"] = "lfm2_cb.hf.pipeline.ContinuousBatchingPipeline"
     for name in CONTINUOUS_BATCHING:
-        setattr(Lfm2CbForCausalLM, name, _from_protocol(name))
-
-
-def _from_protocol(name: str) -> Callable[..., Any]:
-    """A method that looks up its body when it is called: `hf/methods.py` lies above the model that gets it."""
-
-    @functools.wraps(getattr(_stock_lfm2_class, name))
-    def method(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        return getattr(importlib.import_module("lfm2_cb.hf.methods"), name)(self, *args, **kwargs)
-
-    return method
+        setattr(Lfm2CbForCausalLM, name, getattr(methods, name))
 
 
 def enable() -> None:
@@ -85,7 +73,7 @@ def enable() -> None:
     AutoModelForCausalLM.register(Lfm2Config, Lfm2CbForLfm2Checkpoints, exist_ok=True)
     transformers.Lfm2ForCausalLM = Lfm2CbForLfm2Checkpoints  # what `transformers serve` looks up
     for name in CONTINUOUS_BATCHING:
-        setattr(_stock_lfm2_class, name, _from_protocol(name))
+        setattr(_stock_lfm2_class, name, getattr(methods, name))
 
 
 def disable() -> None:

@@ -1,5 +1,8 @@
 """pipeline(..., generator="cb") beside the stock pipeline, greedy."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from datasets import Dataset
@@ -166,3 +169,31 @@ def test_stocks_assisted_decoding_options_are_honoured(demo_stock, demo_tokenize
     )
     assert assisted(prompts, **options) == expected
     assert assisted.generator.engine.speculation.num_drafted > 0
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
+def test_a_copy_makes_its_own_engine(cb, copied):
+    expected = cb(demo_prompts(3), **GREEDY)  # the engine has run, and holds what no copy could have
+    other = copied(cb)
+    assert type(other) is ContinuousBatchingPipeline and other._generator is None
+    assert other(demo_prompts(3), **GREEDY) == expected
+    assert other.generator is not cb.generator and other.generator.engine.config == cb.generator.engine.config
+
+
+def test_each_text_is_decoded_once(demo_stock, demo_tokenizer, monkeypatch):
+    pipe = pipeline("text-generation", model=demo_stock, tokenizer=demo_tokenizer, generator="cb")
+    decoded, decode = [], type(demo_tokenizer).decode
+    monkeypatch.setattr(
+        type(demo_tokenizer), "decode", lambda self, ids, *a, **k: (decoded.append(1), decode(self, ids, *a, **k))[1]
+    )
+    pipe(demo_prompts(3), **GREEDY)
+    ours, decoded[:] = len(decoded), []
+    pipeline("text-generation", model=demo_stock, tokenizer=demo_tokenizer)(demo_prompts(3), **GREEDY)
+    assert 0 < ours <= len(decoded)
+
+
+def test_options_may_have_one_entry_a_prompt(cb, stock):
+    prompts = demo_prompts(3)
+    answers = cb(prompts, do_sample=False, max_new_tokens=[2, 9, 4], priority=[1, 2, 3])
+    expected = [stock(p, do_sample=False, max_new_tokens=n) for p, n in zip(prompts, [2, 9, 4], strict=True)]
+    assert answers == expected
