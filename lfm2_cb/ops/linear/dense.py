@@ -53,13 +53,26 @@ def many_rows_linear(
 def matrix_linear(
     native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`F.linear` in bf16 by the processor's matrix units (AMX): sums in fp32, rounded once.
+    """`F.linear` in bf16 by the processor's matrix units (AMX), for up to some 160 rows: sums in fp32, rounded once.
 
     Args: as `few_rows_linear`, bf16. A kernel of that name is there for every instruction set, but emulates the units
         where there are none, so that it can be tested.
     """
+    return _by_matrix_units("amx_in_place_linear_bf16", native, x, weight, bias)
+
+
+def packed_matrix_linear(
+    native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The same, to the bit, for many rows: blocks of the weights are laid out for the units on their way."""
+    return _by_matrix_units("amx_packed_linear_bf16", native, x, weight, bias)
+
+
+def _by_matrix_units(
+    name: str, native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
     out = x.new_empty(len(x), len(weight))
-    native.call("amx_linear_bf16", x.contiguous(), weight, bias, out, *x.shape, len(weight))
+    native.call(name, x.contiguous(), weight, bias, out, *x.shape, len(weight))
     return out
 
 

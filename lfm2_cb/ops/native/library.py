@@ -57,17 +57,17 @@ ISAS: Mapping[str, tuple[str, ...]] = (
     if platform.machine().lower() in ("x86_64", "amd64")
     else {"plain": ()}
 )
+#: sources that are of use for one instruction set alone; and those that have them too, by an emulation, so that they
+#: can be tested: without and with fused multiply-add
+EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx_in_place.cpp", "amx_packed.cpp", "amx_int8.cpp")}
+EMULATORS = ("plain", "avx2")
 #: an instruction set that adds to another: which, and the sources that are compiled for it; the rest is the other's
 ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "avxvnni": ("avx2", ("int8.cpp", "features.cpp")),
     "vnni": ("avx512", ("int8.cpp", "features.cpp")),
     "avx512bf16": ("vnni", ("decode_attention.cpp", "features.cpp")),
-    "amx": ("avx512bf16", ("amx_bf16.cpp", "amx_int8.cpp", "features.cpp")),
+    "amx": ("avx512bf16", (*EMULATED["amx"], "features.cpp")),
 }
-#: sources that are of use for one instruction set alone; and those that have them too, by an emulation, so that they
-#: can be tested: without and with fused multiply-add
-EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx_bf16.cpp", "amx_int8.cpp")}
-EMULATORS = ("plain", "avx2")
 #: classes of arguments that go as they are
 PLAIN = frozenset((int, float, bool, type(None)))
 
@@ -189,7 +189,7 @@ def addition_is_right(kernels: NativeKernels) -> bool:
     if kernels.address("decode_attention") and not decode_attention_is_right(kernels):
         return False
     generator = torch.Generator().manual_seed(0)
-    rows, inner, outputs = 37, 1100, 53
+    rows, inner, outputs = 37, 2100, 53  # more inputs than the packed product takes at once
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, inner), (outputs, inner), outputs))
     x, weight, bias = (tensor.to(torch.bfloat16) for tensor in (x, weight, bias))
     panels, padded, groups = -(-outputs // 16), -(-inner // 64) * 64, -(-inner // 128)  # as ops/int8.py has them
@@ -207,12 +207,14 @@ def addition_is_right(kernels: NativeKernels) -> bool:
         return True
     if kernels.isa != "amx":
         return torch.equal(linear_int8(kernels), linear_int8(kernels.without(kernels.isa)))
-    out = x.new_full((rows, outputs), torch.nan)
-    kernels.call("amx_linear_bf16", x, weight, bias, out, rows, inner, outputs)
     exact = x.double() @ weight.double().T + bias.double()
     in_fp32 = 2**-20 * (x.double().abs() @ weight.double().abs().T)
-    bf16_is_right = ((out - exact).abs() <= 2**-8 * exact.abs() + in_fp32).all()
-    return bool(bf16_is_right) and torch.equal(linear_int8(kernels, "amx_linear_int8"), linear_int8(kernels))
+    for name in ("amx_in_place_linear_bf16", "amx_packed_linear_bf16"):
+        out = x.new_full((rows, outputs), torch.nan)
+        kernels.call(name, x, weight, bias, out, rows, inner, outputs)
+        if not ((out - exact).abs() <= 2**-8 * exact.abs() + in_fp32).all():
+            return False
+    return torch.equal(linear_int8(kernels, "amx_linear_int8"), linear_int8(kernels))
 
 
 def decode_attention_is_right(kernels: NativeKernels) -> bool:

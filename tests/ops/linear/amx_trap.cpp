@@ -74,7 +74,7 @@ void handle(int, siginfo_t*, void* context) {
         thread.configured = false;
     } else if (opcode == 0x49 && prefix == PF2) {
         memset(c, 0, 1024);
-    } else if (opcode == 0x4b && prefix == PF2) {
+    } else if (opcode == 0x4b && (prefix == PF2 || prefix == P66)) {  // tileloadd and tileloaddt1
         for (int m = 0; m < 16; m++) memcpy(c + 64 * m, o.base + m * o.index, 64);
     } else if (opcode == 0x4b && prefix == PF3) {
         for (int m = 0; m < 16; m++) memcpy(o.base + m * o.index, c + 64 * m, 64);

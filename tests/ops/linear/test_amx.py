@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lfm2_cb.ops.kernel_set import KernelSet
-from lfm2_cb.ops.linear.dense import PackedLinear, matrix_linear
+from lfm2_cb.ops.linear.dense import PackedLinear, matrix_linear, packed_matrix_linear
 from lfm2_cb.ops.linear.int8 import Int8Weights, matrix_linear_int8, native_linear_int8
 from lfm2_cb.ops.linear.quantized import QuantizedLinear
 from lfm2_cb.ops.linear.table import DENSE, products
@@ -59,62 +59,82 @@ class Int8Case:
 # bf16
 
 
+@pytest.fixture(params=[matrix_linear, packed_matrix_linear], ids=["in place", "packed"])
+def product(request):
+    return request.param
+
+
 @pytest.mark.parametrize("seed", range(30))
-def test_bf16_is_near_float64(seed, kernels):
+def test_bf16_is_near_float64(seed, kernels, product):
     case = Case(seed)
-    out = matrix_linear(kernels, *case.args)
+    out = product(kernels, *case.args)
     assert out.dtype == torch.bfloat16 and ((out.double() - case.answer).abs() <= case.bound).all()
 
 
-def test_every_number_of_rows(kernels):
+def test_every_number_of_rows(kernels, product):
     for rows in range(1, 71):
         case = Case(rows, rows=rows, width=70)
-        assert ((matrix_linear(kernels, *case.args).double() - case.answer).abs() <= case.bound).all(), rows
+        assert ((product(kernels, *case.args).double() - case.answer).abs() <= case.bound).all(), rows
 
 
-def test_rows_beyond_what_the_cache_holds(kernels):
-    case = Case(1, rows=300, width=4640)  # a group of rows is 290 KB, of the 1 MB of a block
-    assert ((matrix_linear(kernels, *case.args).double() - case.answer).abs() <= case.bound).all()
+def test_rows_beyond_what_the_cache_holds(kernels, product):
+    case = Case(1, rows=300, width=4640)  # which the packed product takes in chunks
+    assert ((product(kernels, *case.args).double() - case.answer).abs() <= case.bound).all()
 
 
 @pytest.mark.parametrize("rows", [40, 203])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_bf16_row_is_the_same_to_the_bit_whoever_is_beside_it(seed, rows, kernels):
+def test_a_bf16_row_is_the_same_to_the_bit_whoever_is_beside_it(seed, rows, kernels, product):
     case = Case(seed, rows=rows)
-    together = matrix_linear(kernels, *case.args)
+    together = product(kernels, *case.args)
     rng, begin = random.Random(seed), 0
     while begin < rows:
         torch.set_num_threads(rng.choice([1, 2, 5]))
         part = slice(begin, begin + rng.choice([1, 5, 13, 16, 17, 40]))
-        assert torch.equal(matrix_linear(kernels, case.x[part], *case.args[1:]), together[part])
+        assert torch.equal(product(kernels, case.x[part], *case.args[1:]), together[part])
         begin = part.stop
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_row_stays_alone(bad, kernels):
+def test_a_bad_row_stays_alone(bad, kernels, product):
     case = Case(5, rows=20, width=33)
     case.x[7, -1] = bad
-    out = matrix_linear(kernels, *case.args)
+    out = product(kernels, *case.args)
     assert not out[7].isfinite().any()
     assert out[:7].isfinite().all() and out[8:].isfinite().all()
 
 
-def test_a_bad_weight_stays_in_its_output(kernels):
+def test_a_bad_weight_stays_in_its_output(kernels, product):
     """What lies behind a row of weights, in memory, is the next one: it must not be read as inputs beyond the last."""
     case = Case(5, rows=20, width=33)
     case.weight = torch.randn(40, 33).to(torch.bfloat16)
     case.weight[3, 0] = float("nan")
-    out = matrix_linear(kernels, case.x, case.weight)
+    out = product(kernels, case.x, case.weight)
     assert out[:, 3].isnan().all()
     assert out[:, :3].isfinite().all() and out[:, 4:].isfinite().all()
 
 
-def test_the_emulation_is_the_same_for_every_instruction_set():
+def test_the_emulation_is_the_same_for_every_instruction_set(product):
     loaded = native.load()
     for seed in range(6):
         case = Case(seed)
-        first, *others = [matrix_linear(loaded.using(isa), *case.args) for isa in loaded.supported]
+        first, *others = [product(loaded.using(isa), *case.args) for isa in loaded.supported]
         assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_both_products_give_the_same_bits(seed, kernels):
+    case = Case(seed)
+    assert torch.equal(matrix_linear(kernels, *case.args), packed_matrix_linear(kernels, *case.args))
+
+
+def test_more_threads_than_panels_share_the_rows(kernels, product):
+    case = Case(2, rows=300)
+    case.args = case.x, case.weight[:40], None
+    torch.set_num_threads(1)
+    alone = product(kernels, *case.args)
+    torch.set_num_threads(5)
+    assert torch.equal(product(kernels, *case.args), alone)
 
 
 # int8
@@ -188,11 +208,11 @@ def instructions(tmp_path_factory):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_instructions_do_what_the_emulation_does(seed, instructions):
+def test_the_instructions_do_what_the_emulation_does(seed, instructions, product):
     torch.set_num_threads(1 + seed % 3)
     emulated = native.load().using("avx2")
     case = Case(seed)
-    assert torch.equal(matrix_linear(instructions, *case.args), matrix_linear(emulated, *case.args))
+    assert torch.equal(product(instructions, *case.args), product(emulated, *case.args))
     case = Int8Case(seed)
     by_emulation = matrix_linear_int8(emulated, *case.args)
     assert torch.equal(matrix_linear_int8(instructions, *case.args), by_emulation)
@@ -224,9 +244,14 @@ def amx():
 
 def test_a_layer_takes_the_units_for_many_rows(amx):
     layer, kernels = PackedLinear(70, 33).to(torch.bfloat16), KernelSet(amx)
-    few = int(products(DENSE, torch.bfloat16, "amx")[0][0])
+    few, some = (int(most) for most, _ in products(DENSE, torch.bfloat16, "amx")[:2])
+    kernels_by_rows = {
+        few: "few_rows_linear_bf16",
+        few + 1: "amx_in_place_linear_bf16",
+        some + 1: "amx_packed_linear_bf16",
+    }
     with torch.no_grad():
-        for rows, kernel in ((few, "few_rows_linear_bf16"), (few + 1, "amx_linear_bf16")):
+        for rows, kernel in kernels_by_rows.items():
             out = kernels.linear(layer, x := torch.randn(rows, 70).to(torch.bfloat16))
             assert amx.called.pop() == kernel
             torch.testing.assert_close(out.float(), (x @ layer.weight.T + layer.bias).float(), rtol=2e-2, atol=2e-2)
@@ -280,7 +305,7 @@ def test_wrong_results_go_back_to_the_next_instruction_set_with_one_warning(monk
 
 def test_the_check_sees_what_is_wrong(monkeypatch):
     assert addition_is_right(AsAmx())
-    for kernel, out in (("amx_linear_bf16", 3), ("amx_linear_int8", 8)):
+    for kernel, out in (("amx_in_place_linear_bf16", 3), ("amx_packed_linear_bf16", 3), ("amx_linear_int8", 8)):
 
         class Wrong(AsAmx):
             def call(self, name, *args, kernel=kernel, out=out):

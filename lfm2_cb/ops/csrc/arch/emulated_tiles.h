@@ -16,6 +16,12 @@ class Tiles {
         for (int m = 0; m < TILE_ROWS; m++) memcpy(tiles[t] + m * LINE, (const char*)from + m * stride, LINE);
     }
     template <int t>
+    void stream(const void* from, int64_t stride) {
+        load<t>(from, stride);
+    }
+    template <int t>
+    void keep_awake() {}
+    template <int t>
     void store(void* to, int64_t stride) const {
         for (int m = 0; m < TILE_ROWS; m++) memcpy((char*)to + m * stride, tiles[t] + m * LINE, LINE);
     }

@@ -12,6 +12,7 @@ namespace {
 template <class T, class Finish>
 inline void store_finished(T* to, int64_t count, Finish finish) {
     int64_t o = 0;
+    for (; o + 2 * W <= count; o += 2 * W) store_two(to + o, finish.vector(o), finish.vector(o + W));
     for (; o + W <= count; o += W) store(to + o, finish.vector(o));
     for (; o < count; o++) assign(to + o, finish.scalar(o));
 }
@@ -22,6 +23,9 @@ struct AddBias {
     T* out;
     const T* bias;  // or null
     int64_t outputs;
+
+    // Asks for what will be written.
+    void prefetch(int64_t row, int64_t output) const { __builtin_prefetch(out + row * outputs + output, 1); }
 
     struct Finish {
         const float* sums;

@@ -93,6 +93,21 @@ inline void store(bf16* p, vec v) {
     memcpy(p, &h, sizeof h);
 }
 
+// Two vectors side by side. (The instruction makes 0 of what is subnormal.)
+inline void store_two(float* p, vec first, vec second) {
+    store(p, first);
+    store(p + W, second);
+}
+inline void store_two(bf16* p, vec first, vec second) {
+#if defined(__AVX512BF16__)
+    asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(first) : "v"(first), "v"(second));
+    memcpy(p, &first, sizeof first);
+#else
+    store(p, first);
+    store(p + W, second);
+#endif
+}
+
 // What would be stored, as fp32.
 template <class T>
 inline vec rounded(vec v) {
