@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import math
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
@@ -17,7 +23,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .model.configuration import Lfm2CbConfig
 from .model.conversion import adopt, check_plain, still_adopted
@@ -38,6 +44,12 @@ MODEL_TYPES = ("lfm2", Lfm2CbConfig.model_type)
 #: names that `dtype=` may have, besides "auto"
 DTYPES = ("float32", "bfloat16", "float16")
 
+#: files of a checkpoint that its answers depend on
+ANSWERING_FILES = (
+    *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template*", "*.safetensors", "*.bin"),
+)
+
 _SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 _adopted: weakref.WeakKeyDictionary[PreTrainedModel, Lfm2CbForCausalLM] = weakref.WeakKeyDictionary()
@@ -45,6 +57,10 @@ _adopted: weakref.WeakKeyDictionary[PreTrainedModel, Lfm2CbForCausalLM] = weakre
 
 class UnsafeCheckpointError(ValueError):
     """The checkpoint's weights are pickles, which can run any code when they are read."""
+
+
+class CheckpointError(ValueError):
+    """The checkpoint is damaged, or its files do not go together."""
 
 
 def default_dtype() -> torch.dtype:
@@ -83,7 +99,8 @@ def load_model(
         weights: "int8" or "int4" quantises while loading, matrix by matrix; None: as the checkpoint is.
     Raises:
         TypeError: not an LFM2, quantised by others, or GGUF. UnsafeCheckpointError: pickles only. OSError: not there.
-        ValueError: `dtype`; other `weights` than the checkpoint has.
+        CheckpointError: damaged, or its files do not go together. ValueError: `dtype`; other `weights` than the
+        checkpoint has.
     """
     wanted = parse_dtype(dtype)
     if _is_gguf(Path(path)):
@@ -101,13 +118,38 @@ def load_model(
             f"{path} holds pickled weights (*.bin), which can run code when read. If you trust them, convert once: "
             "Lfm2ForCausalLM.from_pretrained(path).save_pretrained(new_path); or allow pickles (--allow-pickle)"
         )
-    use_safetensors = None if allow_pickle else True
+    kwargs = {"quantization_config": quantization, "output_loading_info": True, "ignore_mismatched_sizes": True}
     files = _safetensors_of(Path(path)) if quantization is not None else []
-    if files:
-        return _load_without_mapping(path, files, wanted, quantization)
-    return Lfm2CbForCausalLM.from_pretrained(
-        path, dtype=wanted or "auto", use_safetensors=use_safetensors, quantization_config=quantization
-    )
+    with _understood(path):
+        if files:
+            model, report = _load_without_mapping(path, files, wanted, kwargs)
+        else:
+            kwargs["use_safetensors"] = None if allow_pickle else True
+            model, report = Lfm2CbForCausalLM.from_pretrained(path, dtype=wanted or "auto", **kwargs)
+        if Path(path, GENERATION_CONFIG_NAME).is_file():  # transformers passes over one that it cannot read
+            model.generation_config = GenerationConfig.from_pretrained(path)
+    _check_whole(path, report)
+    return model
+
+
+def _check_whole(path: str, report: dict[str, Any]) -> None:
+    """Raises: CheckpointError: weights that transformers would leave random, with a warning."""
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise CheckpointError(f"{path}: {name} has shape {[*found]}, and by its config.json {[*expected]}")
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise CheckpointError(f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them")
+
+
+@contextlib.contextmanager
+def _understood(path: str) -> Iterator[None]:
+    """Whatever transformers stumbles over in a damaged checkpoint. Raises: CheckpointError."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (SafetensorError, StrictDataclassError, RuntimeError, AttributeError, LookupError, TypeError) as error:
+        raise CheckpointError(f"{path} does not load as an LFM2: {error}") from error
 
 
 def _safetensors_of(folder: Path) -> list[Path]:
@@ -121,23 +163,15 @@ def _safetensors_of(folder: Path) -> list[Path]:
 
 
 def _load_without_mapping(
-    path: str, files: list[Path], dtype: torch.dtype | None, quantization: Lfm2CbQuantizationConfig | None
-) -> Lfm2CbForCausalLM:
+    path: str, files: list[Path], dtype: torch.dtype | None, kwargs: dict[str, Any]
+) -> tuple[Lfm2CbForCausalLM, dict[str, Any]]:
     """As `from_pretrained`, which maps whole files and so has all that was read so far in memory until the end."""
     opened = [safe_open(file, framework="pt", backend="pread") for file in files]
     # Each is read when it is asked for. (`file` has keys, and is no mapping.)
     slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
     config = Lfm2CbConfig.from_pretrained(path)
-    model = Lfm2CbForCausalLM.from_pretrained(
-        None,
-        config=config,
-        state_dict=slices,
-        dtype=dtype or config.dtype or _stored_dtype(slices),
-        quantization_config=quantization,
-    )
-    if Path(path, GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(path)
-    return model
+    dtype = dtype or config.dtype or _stored_dtype(slices)
+    return Lfm2CbForCausalLM.from_pretrained(None, config=config, state_dict=slices, dtype=dtype, **kwargs)
 
 
 def _stored_dtype(slices: dict[str, Any]) -> torch.dtype:
@@ -170,8 +204,16 @@ def check_same_weights(has: str | None, asked: str | None) -> None:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """A checkpoint's tokenizer. Raises: OSError, ValueError: there is none, or it needs code of its own."""
-    return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    """A checkpoint's tokenizer.
+
+    Raises: OSError: there is none. CheckpointError: it is damaged, or needs code of its own.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except OSError:
+        raise
+    except Exception as error:  # the tokenizers library has none of its own
+        raise CheckpointError(f"the tokenizer of {path} does not load: {error}") from error
 
 
 def _is_pickle(path: Path) -> bool:
@@ -183,10 +225,26 @@ def _is_gguf(path: Path) -> bool:
 
 
 def describe_files(path: str) -> dict[str, Any]:
-    """Name → bytes of a checkpoint folder's configuration and weights; empty for a hub id."""
+    """What tells a checkpoint from another: name → digest of each file that answers depend on.
+
+    Of a file above 64 MiB its size and 64 pieces of 1 MiB are read, spread evenly: other weights differ everywhere.
+    Of a hub id: the files in the cache, so call it once it has been loaded.
+    """
     folder = Path(path)
-    patterns = ("config.json", "generation_config.json", "tokenizer.json", "*.safetensors", "*.bin")
-    return {file.name: file.stat().st_size for pattern in patterns for file in sorted(folder.glob(pattern))}
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(path, CONFIG_NAME)
+        folder = Path(cached).parent if isinstance(cached, str) else folder
+    return {file.name: _digest(file) for pattern in ANSWERING_FILES for file in sorted(folder.glob(pattern))}
+
+
+def _digest(path: Path, piece: int = 2**20, most: int = 64) -> str:
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for i in range(min(most, math.ceil(size / piece))):
+            file.seek(i * piece if size <= most * piece else i * (size - piece) // (most - 1))
+            digest.update(file.read(piece))
+    return digest.hexdigest()
 
 
 def as_lfm2_cb(model: Any, weights: str | None = None) -> Lfm2CbForCausalLM:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,9 +10,17 @@ import pytest
 import torch
 import transformers
 from helpers import demo_prompts, stock_greedy
+from safetensors.torch import load_file, save_file
 
 import lfm2_cb
-from lfm2_cb.loading import UnsafeCheckpointError, load_model, load_tokenizer
+from lfm2_cb.loading import (
+    CheckpointError,
+    UnsafeCheckpointError,
+    _digest,
+    describe_files,
+    load_model,
+    load_tokenizer,
+)
 
 TOKENIZER = transformers.AutoTokenizer.from_pretrained(lfm2_cb.demo_model_path())
 PROMPTS = [TOKENIZER(text)["input_ids"] for text in demo_prompts(8)]
@@ -122,3 +131,79 @@ def test_another_dtype_than_a_live_models_is_refused(demo_stock):
 def test_a_dtype_that_is_none_is_refused(wrong):
     with pytest.raises(ValueError, match=r"dtype must be 'auto', 'float32'.*got"):
         load_model(lfm2_cb.demo_model_path(), wrong)
+
+
+# Damaged checkpoints
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def edit_weights(checkpoint, change):
+    weights = load_file(checkpoint / "model.safetensors")
+    change(weights)
+    save_file(weights, checkpoint / "model.safetensors", {"format": "pt"})
+
+
+NORM = "model.layers.0.operator_norm.weight"
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda c: edit_weights(c, lambda w: w.pop(NORM)), f"lacks 1 of the model's weights, {NORM}"),
+        (
+            lambda c: edit_weights(c, lambda w: w.update({NORM: torch.ones(7)})),
+            r"has shape \[7\].*config.json \[192\]",
+        ),
+        (lambda c: edit(c / "config.json", hidden_size=96), r"has shape .* by its config.json|conversion"),
+        (lambda c: edit(c / "config.json", layer_types=["conv"]), "num_hidden_layers"),
+        (lambda c: edit(c / "config.json", dtype="float99"), "float99"),
+        (lambda c: (c / "model.safetensors").write_bytes(b"hello"), "header"),
+        (lambda c: os.truncate(c / "model.safetensors", 5000), "header"),
+        (lambda c: (c / "generation_config.json").write_text("{"), r"generation_config\.json"),
+    ],
+    ids=["missing", "shape", "size", "layers", "dtype", "garbage", "torn", "generation"],
+)
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_a_damaged_checkpoint_is_one_clear_error(checkpoint, damage, message, weights):
+    damage(checkpoint)
+    with pytest.raises((CheckpointError, OSError), match=message):
+        load_model(str(checkpoint), weights=weights)
+
+
+def test_a_damaged_tokenizer_is_named(checkpoint):
+    (checkpoint / "tokenizer.json").write_text('{"model": 5}')
+    with pytest.raises(CheckpointError, match=r"the tokenizer of .* does not load"):
+        load_tokenizer(str(checkpoint))
+
+
+def test_a_checkpoint_is_known_by_what_is_in_its_files(checkpoint, monkeypatch):
+    before = describe_files(str(checkpoint))
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= before.keys()
+    assert describe_files(str(checkpoint)) == before
+    edit_weights(checkpoint, lambda w: w[NORM].mul_(2))
+    assert {k for k, v in describe_files(str(checkpoint)).items() if v != before[k]} == {"model.safetensors"}
+    (checkpoint / "chat_template.jinja").write_text("{{ messages }}")
+    assert "chat_template.jinja" in describe_files(str(checkpoint))
+    # of a large file, pieces all over it
+    path = checkpoint / "model.safetensors"
+    known, size = _digest(path, 100, 16), path.stat().st_size
+    data = bytearray(path.read_bytes())
+    data[size // 3 : size // 2] = bytes(size // 2 - size // 3)
+    path.write_bytes(data)
+    assert _digest(path, 100, 16) != known
+    path.write_bytes(data[:-1])
+    assert _digest(path, 100, 16) != known
+
+
+def test_a_model_of_the_hub_is_known_by_its_files_in_the_cache(checkpoint, tmp_path, monkeypatch):
+    commit = "0" * 40
+    folder = tmp_path / "hub" / "models--me--tiny"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text(commit)
+    shutil.copytree(checkpoint, folder / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert describe_files("me/tiny") == describe_files(str(checkpoint))
+    assert describe_files("me/other") == {}

@@ -15,6 +15,7 @@ from ..engine.config import EngineConfig
 from ..loading import DTYPES, load_model, load_tokenizer
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.quantization import WEIGHTS
+from ..requests.options import CallOptions
 
 #: generation options with a flag of their own, and their types; `--set` has the others
 GENERATION_FLAGS: dict[str, type] = {
@@ -28,6 +29,11 @@ GENERATION_FLAGS: dict[str, type] = {
 }
 
 
+#: what `generate()` takes beside generation options: objects, and what asks for more than an answer's text
+NO_PLACE = {field.name for field in dataclasses.fields(CallOptions)} - {"seed", "priority", "use_prefix_cache"}
+NO_PLACE |= {"generation_config", "return_dict_in_generate", "output_scores", "output_logits"}
+
+
 class UsageError(ValueError):
     """Flags that are not understood or do not go together, or a file of options that cannot be read."""
 
@@ -37,6 +43,13 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} ({self.prog} --help lists what there is)")
+
+
+def positive(text: str) -> int:
+    """A flag's type: 1 or more. Raises: argparse.ArgumentTypeError."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer, 1 or more, got {text!r}")
+    return int(text)
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
@@ -110,6 +123,8 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         name, equals, value = assignment.partition("=")
         if not equals or name in options:
             raise UsageError(f"--set {assignment}: it takes NAME=JSON, and no name twice")
+        if name in NO_PLACE:
+            raise UsageError(f"--set {assignment}: {name} is nothing that a file of answers has a place for")
         try:
             options[name] = json.loads(value)
         except ValueError as error:

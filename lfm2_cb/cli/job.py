@@ -16,7 +16,7 @@ from ..engine.sampler import LogitsProcessor
 from ..generator import ContinuousBatchingGenerator
 from ..requests.options import GenerateOptions
 from ..requests.outputs import RequestOutput
-from ..requests.prompts import tokenize
+from ..requests.prompts import PromptError, tokenize
 from ..scheduling.request import FinishReason
 from .rows import BadRow, Content, InputError, Source, row_digest, take_kept, take_prompt
 from .writer import DIGEST_FIELD, OutputError, RowSet
@@ -168,8 +168,10 @@ class Job:
         try:
             row.kept = take_kept(content, self.keep)
             (row.token_ids,) = tokenize([take_prompt(content, self.column)], self.generator.tokenizer)
-        except Exception as error:  # a chat template or a tokenizer may raise anything over what is in a row
+        except (BadRow, PromptError) as error:
             row.error = error
+        except Exception as error:  # a chat template or a tokenizer may raise anything over what is in a row
+            row.error = BadRow(f"the tokenizer or its chat template cannot use it: {error}")
         return row
 
     def _finish(self, rows: Iterator[Row]) -> Any:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from .. import __version__
@@ -33,12 +34,13 @@ from .flags import (
     generation_config,
     generation_options,
     load_from,
+    positive,
 )
 from .info import describe
 from .job import RECORD_FIELDS, Job, Summary
 from .parquet_output import write_parquet
 from .reader import open_source
-from .rows import InputError, check_first_rows
+from .rows import InputError, Source, check_first_rows
 from .writer import JobFiles, OutputError, PipeFiles
 
 INPUT_HELP = """JSONL, .parquet, .csv, .tsv, .txt (a prompt a line), a dataset's folder or id; "-": JSONL on standard
@@ -109,11 +111,11 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     add_model_flags(parser)
-    parser.add_argument("--prompts", type=int, default=64, help="how many (default: %(default)s)")
+    parser.add_argument("--prompts", type=positive, default=64, help="how many (default: %(default)s)")
     parser.add_argument(
-        "--prompt-tokens", type=int, default=96, help="median, of ragged lengths (default: %(default)s)"
+        "--prompt-tokens", type=positive, default=96, help="median, of ragged lengths (default: %(default)s)"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=64, help="of every prompt (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive, default=64, help="of every prompt (default: %(default)s)")
     parser.add_argument("--stock", action="store_true", help="also stock generate(), in static batches of 16")
     add_engine_flags(parser)
     parser.set_defaults(command=_bench)
@@ -138,17 +140,11 @@ def _generate(args: argparse.Namespace) -> int:
     to_pipe = args.output == "-"
     if to_pipe and (args.overwrite or args.retry_errors):
         raise UsageError("--overwrite and --retry-errors go with an output file")
-    named = ("model", "weights", "cache_dtype", "input", "column", "keep", "ordered")
-    record = {
-        **{name: getattr(args, name) for name in named},
-        **{"dtype": args.dtype, "model_files": describe_files(args.model), "input_identity": source.identity},
-        **{"options": options, "generation_config": None if config is None else config.to_dict()},
-    }
     with _make_generator(args) as generator:
         resolved = generator.resolve(config, options, face="lfm2-cb generate")
         job = Job(generator, resolved, args.column, args.keep, args.ordered)
         job.check_options()
-        files = PipeFiles(1) if to_pipe else _job_files(args, record)
+        files = PipeFiles(1) if to_pipe else _job_files(args, source, options, config)
         num_before = len(files.done)
         try:
             summary = job.run(source, files, progress_bar=not args.quiet)
@@ -160,9 +156,17 @@ def _generate(args: argparse.Namespace) -> int:
     return _report(summary, num_before, files)
 
 
-def _job_files(args: argparse.Namespace, record: dict[str, Any]) -> JobFiles:
+def _job_files(
+    args: argparse.Namespace, source: Source, options: dict[str, Any], config: GenerationConfig | None
+) -> JobFiles:
     output, result = Path(args.output), None
-    record["format"] = output.suffix.removeprefix(".")
+    named = ("model", "dtype", "weights", "cache_dtype", "input", "column", "keep", "ordered")
+    record = {
+        **{name: getattr(args, name) for name in named},
+        **{"model_files": describe_files(args.model), "input_identity": source.identity},
+        **{"options": options, "generation_config": None if config is None else config.to_dict()},
+        **{"format": output.suffix.removeprefix(".")},
+    }
     if output.suffix == ".parquet":
         output, result = output.with_suffix(".jsonl"), output
     return JobFiles(output, record, args.overwrite, args.retry_errors, result)

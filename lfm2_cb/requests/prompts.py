@@ -60,8 +60,8 @@ def _tokenize_one(index: int, prompt: Any, tokenizer: PreTrainedTokenizerBase | 
         check_unicode(index, prompt)
         token_ids = tokenizer(prompt)["input_ids"]  # type: ignore[misc]  # read_prompts() has checked that there is one
     elif _is_chat(prompt):
-        for message in prompt:
-            check_unicode(index, message.get("content"))
+        for text in (value for message in prompt for value in message.values()):
+            check_unicode(index, text)
         token_ids = tokenizer.apply_chat_template(  # type: ignore[union-attr]
             list(prompt), add_generation_prompt=True, tokenize=True, return_dict=True
         )["input_ids"]

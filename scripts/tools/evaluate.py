@@ -22,13 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import torch
 from datasets import Dataset, load_dataset
 from transformers import pipeline
 from transformers.pipelines.pt_utils import KeyDataset
 from transformers.utils.logging import tqdm
 
-import lfm2_cb
 from lfm2_cb.scoring import Scorer
 
 
@@ -165,7 +163,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=256, help="rows scored together (perplexity)")
     parser.add_argument("--limit", type=int, help="the first so many rows")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: what this hardware multiplies best")
+    parser.add_argument(
+        "--dtype", default="auto", choices=["auto", "float32", "bfloat16"], help="auto: the checkpoint's own"
+    )
     args = parser.parse_args(argv)
     example = EXAMPLES.get(args.data, Example("", "", "perplexity", "prompt"))
     for name in ("metric", "prompt", "target", "answer"):
@@ -193,8 +193,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     results = Results(args.output, settings)
     todo = results.missing(dataset)
     if len(todo):
-        dtype = getattr(torch, args.dtype) if args.dtype else lfm2_cb.default_dtype()
-        pipe = pipeline("text-generation", model=args.model, dtype=dtype, generator="cb")
+        pipe = pipeline("text-generation", model=args.model, dtype=args.dtype, generator="cb")
         if args.metric == "perplexity":
             perplexity(pipe, todo, args, results)
         else:

@@ -87,6 +87,14 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(tmp_path, monkeypatch, c
     assert line.startswith("lfm2-cb: error: ") and message in line
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "many", "1.5", ""])
+@pytest.mark.parametrize("flag", ["--prompts", "--prompt-tokens", "--max-new-tokens"])
+def test_a_count_is_one_or_more(monkeypatch, capsys, flag, value):
+    monkeypatch.setattr(flags, "load_model", lambda *_: pytest.fail("the model was loaded"))
+    assert main(["bench", MODEL, flag, value]) == 2
+    assert f"argument {flag}: must be an integer, 1 or more, got {value!r}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("said", [[], ["nothing"], ["generate"], ["generate", MODEL], ["info"]])
 def test_a_command_that_lacks_something_is_one_line(capsys, said):
     assert main(said) == 2

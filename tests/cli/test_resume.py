@@ -11,6 +11,7 @@ import pytest
 from helpers import demo_prompts
 
 import lfm2_cb
+from lfm2_cb.cli.flags import NO_PLACE
 from lfm2_cb.cli.main import main
 
 MODEL = lfm2_cb.demo_model_path()
@@ -199,6 +200,7 @@ def test_a_file_that_is_none_of_ours_is_not_begun_anew(tmp_path, monkeypatch, ca
         (["--set", 'priority="high"'], "priority"),
         (["--set", 'cache_implementation="static"'], "cache_implementation"),
         (["--num-return-sequences", "2"], "num_return_sequences"),
+        *((["--set", f"{name}=1"], f"{name} is nothing that a file of answers") for name in sorted(NO_PLACE)),
     ],
 )
 def test_a_bad_option_is_found_once_at_the_start(tmp_path, monkeypatch, capsys, flags, message):
