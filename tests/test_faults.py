@@ -8,13 +8,18 @@ import sys
 import textwrap
 import threading
 import time
+from typing import NamedTuple
 
 import pytest
 import torch
 from helpers import random_prompts, random_stock, stock_greedy
+from transformers import GenerationConfig
 
 from lfm2_cb import ContinuousBatchingGenerator
-from lfm2_cb.engine.loop import BrokenError, ForkedError, ReentrantError
+from lfm2_cb.engine.loop import BrokenError, ForkedError
+from lfm2_cb.hf.manager_config import Lfm2CbBatchingConfig
+from lfm2_cb.hf.methods import init_continuous_batching
+from lfm2_cb.loading import as_lfm2_cb
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
 SECONDS = 60  # that nothing here takes: a wait this long is a hang
@@ -33,9 +38,86 @@ def generator(stock):
         generator.engine.scheduler.cache.check_integrity([])
 
 
-def assert_usable(generator, stock, seed=0):
+class Said(NamedTuple):
+    """What either face says of a prompt."""
+
+    token_ids: list[int]
+    finish_reason: str
+    error: str
+
+
+class GeneratorFace:
+    name = "generator"
+
+    def __init__(self, model, **options):
+        self.generator = ContinuousBatchingGenerator(model, **options)
+        self.model, self.engine, self.loop = self.generator.model, self.generator.engine, self.generator.loop
+
+    def generate(self, prompts, **options):
+        outputs = self.generator.generate(prompts, **options)
+        return [Said(o.token_ids, o.finish_reason, "" if o.error is None else str(o.error)) for o in outputs]
+
+    def wait(self):
+        self.loop.wait(bool)
+
+    def close(self):
+        self.generator.close()
+
+
+class ManagerFace:
+    """Stock's protocol: a thread of its own drives."""
+
+    name = "manager"
+
+    def __init__(self, model, **options):
+        self.model = as_lfm2_cb(model)
+        self.manager = init_continuous_batching(self.model, GenerationConfig(), Lfm2CbBatchingConfig(**options))
+        self.manager.start()
+        self.engine, self.loop = self.manager._generator.engine, self.manager._generator.loop
+
+    def generate(self, prompts, **options):
+        if options.get("eos_token_id", 0) is None:  # here None is as if not given, as in stock
+            options["eos_token_id"] = -1
+        names = self.manager.add_requests(prompts, **options)
+        outputs = [self.manager.get_result(name, SECONDS) for name in names]
+        return [Said(o.generated_tokens, o.finish_reason, o.error or "") for o in outputs]
+
+    def wait(self):
+        self.manager.get_result()
+
+    def close(self):
+        self.manager.stop()
+
+
+FACES = {face.name: face for face in (GeneratorFace, ManagerFace)}
+
+
+@pytest.fixture(params=FACES)
+def make_face(stock, request):
+    """Makes the generator, or the manager, over a model."""
+    made = []
+
+    def make(model=stock, **options):
+        made.append(FACES[request.param](model, **{"cache_memory": "4MiB", "block_size": 8, **options}))
+        return made[-1]
+
+    make.name = request.param
+    yield make
+    for face in made:
+        face.close()
+
+
+@pytest.fixture
+def face(make_face):
+    face = make_face()
+    yield face
+    assert not face.engine.has_unfinished and not face.loop._submissions
+    face.engine.scheduler.cache.check_integrity([])
+
+
+def assert_usable(face, stock, seed=0):
     prompts = random_prompts(random.Random(seed), 4, 20)
-    outputs = generator.generate(prompts, max_new_tokens=6, **GREEDY)
+    outputs = face.generate(prompts, max_new_tokens=6, **GREEDY)
     assert [o.token_ids for o in outputs] == [stock_greedy(stock, p, 6) for p in prompts]
 
 
@@ -66,23 +148,23 @@ def raise_(error):
 
 
 @pytest.mark.parametrize("call", [1, 2, 5])
-def test_an_exception_in_the_forward_ends_the_steps_requests(stock, generator, call):
+def test_an_exception_in_the_forward_ends_the_steps_requests(stock, face, call):
     prompts = random_prompts(random.Random(call), 6, 20)
-    with FailsAt(generator, call, lambda: raise_(ZeroDivisionError("in a layer"))):
-        outputs = generator.generate(prompts, max_new_tokens=8, **GREEDY)
+    with FailsAt(face, call, lambda: raise_(ZeroDivisionError("in a layer"))):
+        outputs = face.generate(prompts, max_new_tokens=8, **GREEDY)
     assert {o.finish_reason for o in outputs} == {"error"} and len(outputs[0].token_ids) == call - 1
-    assert all(isinstance(o.error, ZeroDivisionError) for o in outputs)
+    assert {o.error for o in outputs} == {"in a layer"}
     for prompt, output in zip(prompts, outputs, strict=True):  # what was said before stays true
         assert output.token_ids == stock_greedy(stock, prompt, 8)[: call - 1]
-    outputs = generator.generate(prompts, max_new_tokens=8, **GREEDY)  # of which the cache may hold something by now
+    outputs = face.generate(prompts, max_new_tokens=8, **GREEDY)  # of which the cache may hold something by now
     assert [o.token_ids for o in outputs] == [stock_greedy(stock, p, 8) for p in prompts]
 
 
-def test_out_of_memory_in_a_step_ends_its_requests(stock, generator):
-    with FailsAt(generator, 3, lambda: torch.empty(2**55)):
-        (output,) = generator.generate([[5, 6, 7]], max_new_tokens=8, **GREEDY)
-    assert output.finish_reason == "error" and "allocate" in str(output.error)
-    assert_usable(generator, stock)
+def test_out_of_memory_in_a_step_ends_its_requests(stock, face):
+    with FailsAt(face, 3, lambda: torch.empty(2**55)):
+        (output,) = face.generate([[5, 6, 7]], max_new_tokens=8, **GREEDY)
+    assert output.finish_reason == "error" and "allocate" in output.error
+    assert_usable(face, stock)
 
 
 def test_a_cache_that_cannot_be_allocated_is_refused(stock):
@@ -90,78 +172,81 @@ def test_a_cache_that_cannot_be_allocated_is_refused(stock):
         ContinuousBatchingGenerator(stock, cache_memory="200000TiB", max_sequences=4, block_size=2**42)
 
 
-def test_a_poisoned_weight_errs_and_nothing_stays_of_it(stock):
+def test_a_poisoned_weight_errs_and_nothing_stays_of_it(stock, make_face):
     own = random_stock(41, conv_bias=False)
     weight = own.model.layers[0].feed_forward.w2.weight
-    with ContinuousBatchingGenerator(own, cache_memory="4MiB", prefix_caching=False) as generator:
-        saved = weight.detach().clone()
-        with torch.no_grad():
-            weight.fill_(float("nan"))
-        outputs = generator.generate([[5, 6], [7]], max_new_tokens=4, **GREEDY)
-        assert [o.finish_reason for o in outputs] == ["error", "error"] and "logits" in str(outputs[0].error)
-        with torch.no_grad():
-            weight.copy_(saved)
-        assert_usable(generator, stock)
+    face = make_face(own)
+    saved = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(float("nan"))
+    outputs = face.generate([[5, 6], [7]], max_new_tokens=4, **GREEDY)
+    assert [o.finish_reason for o in outputs] == ["error", "error"] and "logits" in outputs[0].error
+    with torch.no_grad():
+        weight.copy_(saved)
+    assert_usable(face, stock)
 
 
-def test_a_failure_outside_the_network_ends_those_running_and_not_those_waiting(stock):
-    with ContinuousBatchingGenerator(stock, cache_memory="4MiB", block_size=8, max_sequences=3) as generator:
-        settle, failures = generator.engine.scheduler.on_computed, [MemoryError("in the bookkeeping")]
+def test_a_failure_outside_the_network_ends_those_running_and_not_those_waiting(stock, make_face):
+    limit = {"generator": "max_sequences", "manager": "max_requests_per_batch"}
+    face = make_face(**{limit[make_face.name]: 3})
+    on_computed, failures = face.engine.scheduler.on_computed, [MemoryError("in the bookkeeping")]
 
-        def on_computed(row, tokens):
-            settle(row, tokens)
-            if row.request.num_output_tokens == 3 and failures:
-                raise failures.pop()
+    def failing(row, tokens):
+        on_computed(row, tokens)
+        if row.request.num_output_tokens == 3 and failures:
+            raise failures.pop()
 
-        generator.engine.scheduler.on_computed = on_computed
-        prompts = random_prompts(random.Random(8), 9, 20)
-        outputs = generator.generate(prompts, max_new_tokens=5, **GREEDY)
-        failed = [o for o in outputs if o.finish_reason == "error"]
-        assert 1 <= len(failed) <= 3 and all(isinstance(o.error, MemoryError) for o in failed)
-        for prompt, output in zip(prompts, outputs, strict=True):
-            assert output in failed or output.token_ids == stock_greedy(stock, prompt, 5)
-        generator.engine.scheduler.cache.check_integrity([])
-        assert_usable(generator, stock)
-
-
-def test_a_scheduler_that_fails_always_ends_everything_and_says_so(stock):
-    generator = ContinuousBatchingGenerator(stock, cache_memory="4MiB")
-    generator.engine.scheduler.schedule = lambda: raise_(KeyError("lost"))
-    handle = generator.submit([5, 6], max_new_tokens=4)
-    output = handle.result(SECONDS)
-    assert output.finish_reason == "error" and isinstance(output.error, KeyError)
-    with pytest.raises(BrokenError, match=r"KeyError\('lost'\).*make a new one"):
-        generator.generate([[5, 6]])
-    generator.close()
+    face.engine.scheduler.on_computed = failing
+    prompts = random_prompts(random.Random(8), 9, 20)
+    outputs = face.generate(prompts, max_new_tokens=5, **GREEDY)
+    failed = [o for o in outputs if o.finish_reason == "error"]
+    assert 1 <= len(failed) <= 3 and {o.error for o in failed} == {"in the bookkeeping"}
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output in failed or output.token_ids == stock_greedy(stock, prompt, 5)
+    face.engine.scheduler.cache.check_integrity([])
+    assert_usable(face, stock)
 
 
-def test_a_leaked_block_after_a_failure_makes_it_say_so(stock):
-    generator = ContinuousBatchingGenerator(stock, cache_memory="4MiB")
+def test_a_scheduler_that_fails_always_ends_everything_and_says_so(make_face):
+    face = make_face()
+    face.engine.scheduler.schedule = lambda: raise_(KeyError("lost"))
+    (output,) = face.generate([[5, 6]], max_new_tokens=4)
+    assert (output.finish_reason, output.error) == ("error", "'lost'")
+    with pytest.raises(RuntimeError) as caught:
+        face.generate([[5, 6]])
+    if make_face.name == "generator":
+        assert isinstance(caught.value, BrokenError) and caught.match(r"KeyError\('lost'\).*make a new one")
+    else:
+        assert isinstance(caught.value.__cause__, KeyError) and caught.match("died with a fatal error")
+
+
+def test_a_leaked_block_after_a_failure_makes_it_say_so(make_face):
+    face = make_face()
 
     def lose_a_block(row, tokens):
         row.request.block_table.clear()
         raise KeyError("lost")
 
-    generator.engine.scheduler.on_computed = lose_a_block
-    (output,) = generator.generate([[5, 6]], max_new_tokens=4)
+    face.engine.scheduler.on_computed = lose_a_block
+    (output,) = face.generate([[5, 6]], max_new_tokens=4)
     assert output.finish_reason == "error"
-    with pytest.raises(BrokenError, match="references"):
-        generator.submit([5, 6])
-    generator.close()
+    with pytest.raises(RuntimeError) as caught:
+        face.generate([[5, 6]])
+    assert "references" in f"{caught.value} {caught.value.__cause__}"
 
 
 # A user's code inside a step
 
 
-def test_a_criterion_that_calls_back_is_refused_and_does_not_hang(stock, generator):
+def test_a_criterion_that_calls_back_is_refused_and_does_not_hang(stock, face):
     def nosy(ids, scores):
-        generator.generate([[5]], max_new_tokens=1)
+        face.generate([[5]], max_new_tokens=1)
 
-    bad, *_ = generator.generate([[5, 6]], stopping_criteria=[nosy], max_new_tokens=3, **GREEDY)
-    assert isinstance(bad.error, ReentrantError)
-    closing, *_ = generator.generate([[5, 6]], stopping_criteria=[lambda *_: generator.loop.wait(bool)], **GREEDY)
-    assert isinstance(closing.error, ReentrantError)
-    assert_usable(generator, stock)
+    (bad,) = face.generate([[5, 6]], stopping_criteria=[nosy], max_new_tokens=3, **GREEDY)
+    assert bad.finish_reason == "error" and "inside a step" in bad.error
+    (waiting,) = face.generate([[5, 6]], stopping_criteria=[lambda *_: face.wait()], max_new_tokens=3, **GREEDY)
+    assert waiting.finish_reason == "error" and "inside a step" in waiting.error
+    assert_usable(face, stock)
 
 
 @pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
