@@ -7,7 +7,7 @@ Takes what stock `generate()` takes, and lists of prompts of any lengths besides
 from lfm2_cb import ContinuousBatchingGenerator
 
 #: stock's own arguments that the engine has no use for: refused if given, dropped if not
-UNUSED = ("synced_gpus", "assistant_model", "negative_prompt_ids", "negative_prompt_attention_mask")
+UNUSED = ("synced_gpus", "negative_prompt_ids", "negative_prompt_attention_mask")
 
 
 def generate(model, inputs=None, tokenizer=None, generator_kwargs=None, **kwargs):

@@ -7,6 +7,7 @@ stays `HFLM`'s, so the scores stay its too.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +28,9 @@ from lfm2_cb.scoring import Scorer
 #: options of HFLM that another way of computing has no place for
 REFUSED = ("parallelize", "tp_plan", "mixed_precision_dtype", "peft", "delta", "autogptq", "gptqmodel")
 
+#: what HFLM takes beside its own options, for `from_pretrained`
+FOR_LOADING = {"attn_implementation", "cache_dir", "force_download", "local_files_only", "token", "use_safetensors"}
+
 
 @register_model("lfm2-cb")
 class Lfm2CbLM(HFLM):
@@ -39,7 +43,7 @@ class Lfm2CbLM(HFLM):
         kwargs: the engine's options (fields of `EngineConfig`), and HFLM's. `batch_size` is taken and has no effect:
             batches are made of tokens.
     Raises:
-        UnsupportedOptionError: one of HFLM's options that cannot be honoured here. TypeError: not an LFM2.
+        UnsupportedOptionError: an option that is not known, or cannot be honoured here. TypeError: not an LFM2.
     """
 
     def __init__(
@@ -55,8 +59,12 @@ class Lfm2CbLM(HFLM):
                 raise UnsupportedOptionError(f"{name}={kwargs[name]!r} is not supported by lfm2-cb; use --model hf")
         if softmax_dtype not in (None, "float32", torch.float32):
             raise UnsupportedOptionError(f"softmax_dtype={softmax_dtype!r}: lfm2-cb's log-probabilities are float32")
-        names = {field.name for field in dataclasses.fields(EngineConfig)} & kwargs.keys()
-        options = EngineConfig(**{name: kwargs.pop(name) for name in names})
+        names = {field.name for field in dataclasses.fields(EngineConfig)}
+        options = EngineConfig(**{name: kwargs.pop(name) for name in names & kwargs.keys()})
+        if unknown := sorted(kwargs.keys() - inspect.signature(HFLM.__init__).parameters.keys() - FOR_LOADING):
+            raise UnsupportedOptionError(
+                f"lfm2-cb has no {', '.join(unknown)}; the engine's: {', '.join(sorted(names))}"
+            )
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained, device=device, **kwargs)
         self.generator = ContinuousBatchingGenerator(self.model, self.tokenizer, **vars(options))

@@ -49,10 +49,15 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], tuple[str, ...]]] = {
     ),
     "a number": (
         is_number,
-        (
-            *("temperature", "top_p", "min_p", "typical_p", "top_h", "epsilon_cutoff", "eta_cutoff", "max_time"),
-            *("repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "length_penalty"),
-        ),
+        ("max_time", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "length_penalty"),
+    ),
+    # Stock looks at the ranges of these where it samples only.
+    "a number, 0 or more": (lambda value: is_number(value) and value >= 0, ("temperature",)),
+    "a number from 0 to 1": (lambda value: is_number(value) and 0 <= value <= 1, ("top_p", "min_p")),
+    "a number above 0, 1 at most": (lambda value: is_number(value) and 0 < value <= 1, ("typical_p", "top_h")),
+    "a number from 0 to below 1": (
+        lambda value: is_number(value) and 0 <= value < 1,
+        ("epsilon_cutoff", "eta_cutoff"),
     ),
     "True or False": (
         lambda value: isinstance(value, bool),

@@ -528,6 +528,19 @@ def test_prompt_lookup_drafts_and_changes_no_token(model, stock, door):
     assert output.generated_tokens == expected and speculation.num_drafted > 0
 
 
+def test_prompt_lookup_drafts_as_transformers_serve_asks(model, stock, demo_tokenizer):
+    serving = pytest.importorskip("transformers.cli.serving.utils")
+    prompt = [5, 9, 13, 8] * 12
+    config = GenerationConfig(do_sample=False, max_new_tokens=60, eos_token_id=-1, prompt_lookup_num_tokens=8)
+    door = serving.CBGenerateManager()
+    door.init_cb(model, config)
+    speculation = door._cb.batch_processor.engine.speculation
+    call = door.generate_non_streaming(model, demo_tokenizer, {"input_ids": prompt}, config, "one")
+    _, _, tokens = asyncio.run(call)
+    door.stop()
+    assert list(tokens) == stock_greedy(stock, prompt, 60) and speculation.num_drafted > 0
+
+
 def test_an_assistant_drafts_through_the_protocol(model, stock):
     manager = model.init_continuous_batching(generation_config=GREEDY)
     manager.start()

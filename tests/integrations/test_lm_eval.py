@@ -134,3 +134,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(options):
 def test_an_option_of_one_request_is_refused_by_name(ours):
     with pytest.raises(UnsupportedOptionError, match="num_beams"):
         ours.generate_until(instances("generate_until", [("It was", {"num_beams": 2})]), disable_tqdm=True)
+
+
+@pytest.mark.parametrize("options", [{"load_in_8bit": True}, {"cache_memry": "1GiB", "x": 1}])
+def test_unknown_options_are_named_before_anything_is_loaded(options):
+    with pytest.raises(UnsupportedOptionError, match=", ".join(options)):
+        Lfm2CbLM("nowhere", **options)

@@ -2,6 +2,7 @@
 
 import random
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, Sy
 from transformers import WatermarkingConfig as Watermark
 
 from lfm2_cb import ContinuousBatchingGenerator
+from lfm2_cb.engine.assistant import AssistantModel
 from lfm2_cb.requests.options import UnsupportedOptionError
 
 #: greedy: each option alone, and some together
@@ -446,8 +448,6 @@ def test_synthid_watermarks_equal_stock(case):
 
 
 def test_custom_generate_runs_the_engine(demo_stock):
-    from pathlib import Path
-
     folder = str(Path(__file__).parents[2] / "integrations")
     ids = torch.tensor([[1, 50, 60, 70]])
     kwargs = {"max_new_tokens": 6, "do_sample": False}
@@ -457,5 +457,16 @@ def test_custom_generate_runs_the_engine(demo_stock):
     assert [o.token_ids for o in outputs] == [
         stock_tokens(demo_stock, p, **kwargs) for p in ([1, 50], [1, 60, 70, 80])
     ]
-    with pytest.raises(ValueError, match="assistant_model"):
-        demo_stock.generate(ids, **door, assistant_model=demo_stock, **kwargs)
+    with pytest.raises(ValueError, match="negative_prompt_ids"):
+        demo_stock.generate(ids, **door, negative_prompt_ids=ids, **kwargs)
+
+
+def test_custom_generate_takes_an_assistant(demo_stock, monkeypatch):
+    drafted, propose = [], AssistantModel.propose
+    monkeypatch.setattr(AssistantModel, "propose", lambda *args: (drafted.append(1), propose(*args))[1])
+    ids = torch.tensor([[5, 6, 7, 8]])
+    options = {"do_sample": False, "max_new_tokens": 12}
+    folder = str(Path(__file__).parents[2] / "integrations")
+    door = {"custom_generate": folder, "trust_remote_code": True}
+    answer = demo_stock.generate(ids, assistant_model=demo_stock, **door, **options)
+    assert torch.equal(answer, demo_stock.generate(ids, **options)) and drafted
