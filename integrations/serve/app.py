@@ -1,33 +1,37 @@
-"""The application: stock's routes over our handlers, and `serve()`, which runs it."""
+"""The application: OpenAI's routes, and a few beside, over one model and its engine."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import version
 from typing import Any
 
-import uvicorn
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
+import torch
+from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, Response
-from jinja2 import TemplateError
 from prometheus_client import CONTENT_TYPE_LATEST
-from transformers import AutoTokenizer, ContinuousBatchingConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import CBWorkerDeadError
-from transformers.utils import logging
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from transformers import ContinuousBatchingConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lfm2_cb.hf.methods import init_continuous_batching
-from lfm2_cb.loading import as_lfm2_cb, load_model
+from lfm2_cb.loading import as_lfm2_cb, load_model, load_tokenizer
 
-from .choices import GenerationFailed
-from .dispatch import Dispatcher, EngineState, OneModel
-from .gate import Gate, error_body
-from .handlers import ChatHandler, EventHandler, TextHandler
+from .body import parse_object
+from .completions import ChatCompletions, Completions
+from .dispatch import Dispatcher
+from .errors import RequestError
+from .gate import REQUEST_ID, Gate, Journal
+from .messages import ChatPrompts
 from .metrics import Metrics
+from .responses import Responses
+from .served import Served
+from .tokens import Detokenize, Tokenize
 
-logger = logging.get_logger("transformers.lfm2_cb")
-
-#: of stock's routes, those that make sense with one model that stays
-ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health"}
+#: an endpoint: a request's body and id in, an answer out; it raises RequestError
+Endpoint = Callable[[dict[str, Any], str], Awaitable[Response]]
 
 
 def build_app(
@@ -41,6 +45,8 @@ def build_app(
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     chat_template_kwargs: dict[str, Any] | None = None,
     weights: str | None = None,
+    dtype: str | torch.dtype | None = "auto",
+    cors_origins: Sequence[str] = (),
 ) -> FastAPI:
     """An ASGI application over one model, whose engine runs until the application is shut down.
 
@@ -51,82 +57,108 @@ def build_app(
         max_queue: sequences that may wait; a request beyond it is answered with 429.
         max_request_bytes: of a request's body; 413 beyond.
         continuous_batching_config: the engine's limits; see `lfm2_cb.hf.manager_config`.
-        weights: "int8" or "int4", as in `ContinuousBatchingGenerator`.
         chat_template_kwargs: given to the chat template of every request.
+        weights: "int8" or "int4", as in `ContinuousBatchingGenerator`.
+        dtype: of a checkpoint, as in `load_model`.
+        cors_origins: origins whose pages browsers let in; "*": all. None are by default.
+    Raises: ValueError, TypeError, OSError: an option, or a model that cannot be served.
     """
+    if max_queue < 1 or max_request_bytes < 1:
+        raise ValueError("max_queue and max_request_bytes must be positive")
     if isinstance(model, str):
         name = name or model
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(model)
-        model = load_model(model, weights=weights)
+        tokenizer = tokenizer or load_tokenizer(model)
+        model = load_model(model, dtype, weights=weights)
     else:
         model = as_lfm2_cb(model, weights)
     if tokenizer is None:
         raise ValueError("a loaded model needs its tokenizer")
-    if max_queue < 1 or max_request_bytes < 1:
-        raise ValueError("max_queue and max_request_bytes must be positive")
     manager = init_continuous_batching(model, model.generation_config, continuous_batching_config)
     manager.warmup()
     manager.start()
     metrics = Metrics(manager)
     dispatcher = Dispatcher(manager, tokenizer, max_queue, metrics)
-    state = EngineState(dispatcher)
-    models = OneModel(model, tokenizer, name or getattr(model.config, "name_or_path", "") or "lfm2")
-    models.on_shutdown = state.shutdown
-    app = build_server(
-        models,
-        chat_handler=ChatHandler(models, state, chat_template_kwargs),
-        completion_handler=TextHandler(models, state),
-        response_handler=EventHandler(models, state, chat_template_kwargs),
-        transcription_handler=None,
-        systemone_handler=None,
-        generation_state=state,
-    )
-    app.router.routes[:] = [route for route in app.router.routes if route.path in ROUTES]
+    name = name or getattr(model.config, "name_or_path", "") or "lfm2"
+    served = Served(name, model, tokenizer, dispatcher, ChatPrompts(tokenizer, chat_template_kwargs))
 
-    @app.get("/metrics")
-    def metrics_page() -> Response:
-        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        dispatcher.shutdown()
 
-    def refused(status: int) -> None:
-        metrics.refused.labels(str(status)).inc()
-
-    def answer(status: int, error: Any, headers: Any = None) -> JSONResponse:
-        refused(status)
-        return JSONResponse(error_body(status, str(error)), status, headers)
-
-    async def on_http(_: Request, error: HTTPException) -> JSONResponse:
-        return answer(error.status_code, error.detail, error.headers)
-
-    async def on_bad_request(_: Request, error: Exception) -> JSONResponse:
-        return answer(400, error)
-
-    async def on_failure(_: Request, error: Exception) -> JSONResponse:
-        return answer(500, error)
-
-    async def on_dead_engine(_: Request, error: CBWorkerDeadError) -> JSONResponse:
-        return answer(503, error)
-
-    app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(RequestValidationError, on_bad_request)
-    app.add_exception_handler(ValueError, on_bad_request)
-    app.add_exception_handler(TemplateError, on_bad_request)
-    app.add_exception_handler(GenerationFailed, on_failure)
-    app.add_exception_handler(Exception, on_failure)
-    app.add_exception_handler(CBWorkerDeadError, on_dead_engine)
-    app.add_middleware(Gate, api_key=api_key, max_request_bytes=max_request_bytes, on_refusal=refused)
+    app = FastAPI(lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    app.state.served = served
+    endpoints: dict[str, Endpoint] = {
+        "/v1/chat/completions": ChatCompletions(served),
+        "/v1/completions": Completions(served),
+        "/v1/responses": Responses(served),
+        "/tokenize": Tokenize(served),
+        "/detokenize": Detokenize(served),
+    }
+    for path, endpoint in endpoints.items():
+        app.add_route(path, _route(endpoint), ["POST"])
+    _add_readings(app, served, metrics)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_middleware(Gate, api_key=api_key, max_request_bytes=max_request_bytes)
+    if cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
+    app.add_middleware(Journal, on_refusal=lambda status: metrics.refused.labels(str(status)).inc())
     return app
 
 
-def serve(
-    model: PreTrainedModel | str,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    **options: Any,
-) -> None:
-    """Serve a model until interrupted; `options` as in `build_app`."""
-    if host not in ("127.0.0.1", "localhost", "::1") and options.get("api_key") is None:
-        logger.warning(f"lfm2_cb: serving on {host} without an API key: whoever reaches it can use it")
-    app = build_app(model, tokenizer, **options)
-    uvicorn.run(app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=10)
+def _add_readings(app: FastAPI, served: Served, metrics: Metrics) -> None:
+    """Add what is there to be looked at."""
+
+    def models(_: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [served.describe()]})
+
+    def model(request: Request) -> Response:
+        try:
+            served.check_name({"model": request.path_params["name"]})
+        except RequestError as error:
+            return error.response()
+        return JSONResponse(served.describe())
+
+    def health(_: Request) -> Response:
+        if served.dispatcher.is_alive:
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": "unhealthy", "reason": "the engine is dead"}, 503)
+
+    def versions(_: Request) -> Response:
+        return JSONResponse({"version": version("lfm2-cb"), "transformers": version("transformers")})
+
+    def metrics_page(_: Request) -> Response:
+        return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+    app.add_route("/v1/models", models, ["GET"])
+    app.add_route("/v1/models/{name:path}", model, ["GET"])
+    app.add_route("/health", health, ["GET"])
+    app.add_route("/version", versions, ["GET"])
+    app.add_route("/metrics", metrics_page, ["GET"])
+
+
+def _route(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    async def handle(request: Request) -> Response:
+        try:
+            return await endpoint(parse_object(await request.body()), request.state.request_id)
+        except RequestError as error:
+            return error.response()
+
+    return handle
+
+
+async def _on_http(request: Request, error: Exception) -> Response:
+    """No such path, or none for this method."""
+    assert isinstance(error, HTTPException)
+    asked = f"{request.method} {ascii(request.url.path)[1:-1]}"
+    code, message = {
+        404: ("unknown_url", f"there is no {asked} here"),
+        405: ("method_not_allowed", f"{asked}: this path takes another method"),
+    }.get(error.status_code, (None, str(error.detail)))
+    return RequestError(message, status=error.status_code, code=code, headers=error.headers).response()

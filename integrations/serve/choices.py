@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 from transformers.utils.chat_parsing import ResponseParser
 
@@ -17,10 +17,8 @@ from lfm2_cb.hf.manager_outputs import CbGenerationOutput
 from lfm2_cb.requests.text import IncrementalDecoder
 
 from .dispatch import Dispatcher
-
-
-class GenerationFailed(RuntimeError):
-    """A sequence ended with an error, or the server is being stopped."""
+from .errors import GenerationFailed
+from .sampling import Sampling
 
 
 class DecoderWithSpecialTokens(IncrementalDecoder):
@@ -90,7 +88,12 @@ class Delta:
 
 
 class Choice:
-    """One sequence on its way to the client. `whole` adds up all deltas."""
+    """One sequence on its way to the client. `whole` adds up all deltas.
+
+    Args:
+        min_tokens: before that many, no stop string is looked for.
+        opening: text that stands before what is generated.
+    """
 
     def __init__(
         self,
@@ -98,12 +101,16 @@ class Choice:
         tokenizer: PreTrainedTokenizerBase,
         stops: Sequence[str] = (),
         parser: ResponseParser | None = None,
+        min_tokens: int = 0,
+        opening: str = "",
     ) -> None:
         self.index, self.num_tokens, self.num_cached_tokens = index, 0, 0
+        self._min_tokens = min_tokens
         self.whole = Delta()
         self.stops, self._parser = StopStrings(stops), parser
         self._decoder = (IncrementalDecoder if parser is None else DecoderWithSpecialTokens)(tokenizer)
-        self._early = [] if parser is None else response_events_to_chunks(parser.initial_events)
+        self._early: list[Any] = [opening] if opening else []
+        self._early += [] if parser is None else response_events_to_chunks(parser.initial_events)
 
     def read(self, output: CbGenerationOutput) -> Delta:
         """Take in an output, whose tokens are all so far; beyond a stop string nothing is read."""
@@ -111,8 +118,9 @@ class Choice:
         self._early = []
         first, self.num_cached_tokens = self.num_tokens, output.num_cached_tokens
         for token in output.generated_tokens[first:]:
-            text += self.stops.add(self._decoder.add([token]))
             self.num_tokens += 1
+            piece = self._decoder.add([token])
+            text += piece if self.num_tokens <= self._min_tokens else self.stops.add(piece)
             if self.stops.found:
                 break
         ended = output.is_finished() or self.stops.found
@@ -145,30 +153,45 @@ class Job:
     """The sequences of one HTTP request, from queueing to their last token.
 
     `async for choice, delta in job`; leaving early, or dropping the job, cancels what is unfinished.
+
+    Args:
+        param: the field in which the prompts came.
+        n: sequences of each prompt.
+        parsers, openings: of each sequence; see `Choice`.
+    Raises: RequestError.
     """
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         prompts: Sequence[Sequence[int]],
-        config: GenerationConfig,
+        sampling: Sampling,
         *,
+        param: str,
         n: int = 1,
-        stops: Sequence[str] = (),
         logprobs: int | None = None,
         streaming: bool = False,
         parsers: Sequence[ResponseParser | None] | None = None,
+        openings: Sequence[str] | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._queue: asyncio.Queue[CbGenerationOutput] = asyncio.Queue()
         self._open: dict[str, Choice] = {}
         self._n, self.num_prompt_tokens = n, sum(map(len, prompts))
         names = dispatcher.submit(
-            prompts, config, self._queue.put_nowait, n=n, streaming=streaming or bool(stops), logprobs=logprobs
+            prompts,
+            sampling,
+            self._queue.put_nowait,
+            param=param,
+            n=n,
+            streaming=streaming or bool(sampling.stops),
+            logprobs=logprobs,
         )
-        parsers = parsers or [None] * len(names)
-        tokenizer = dispatcher.tokenizer
-        self.choices = [Choice(i, tokenizer, stops, parser) for i, parser in enumerate(parsers)]
+        parsers, openings = parsers or [None] * len(names), openings or [""] * len(names)
+        self.choices = [
+            Choice(i, dispatcher.tokenizer, sampling.stops, parser, sampling.min_tokens, opening)
+            for i, (parser, opening) in enumerate(zip(parsers, openings, strict=True))
+        ]
         self._open = dict(zip(names, self.choices, strict=True))
 
     async def __aiter__(self) -> AsyncIterator[tuple[Choice, Delta]]:

@@ -5,49 +5,63 @@ from __future__ import annotations
 import argparse
 import os
 
+from lfm2_cb.cli.flags import add_engine_flags, add_model_flags, engine_options, load_from
+from lfm2_cb.engine.config import EngineConfig
+from lfm2_cb.hf.manager_config import Lfm2CbBatchingConfig, check_config
+
+from .running import bind, serve_on
+
 #: where the key is taken from if it is not on the command line, which other users of a machine can read
 API_KEY_VARIABLE = "LFM2_CB_API_KEY"
+
+#: earlier names of the engine's flags
+_RENAMED = {"--page-size": "block_size", "--max-requests-per-batch": "max_sequences"}
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `main` to a parser."""
-    parser.add_argument("model", help="path of an LFM2 checkpoint")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
-    parser.add_argument("--name", help="what clients call the model (default: its path)")
-    parser.add_argument("--api-key", help=f"asked of clients (default: ${API_KEY_VARIABLE}, if set)")
-    parser.add_argument("--max-queue", type=int, default=256, help="sequences that may wait (default: %(default)s)")
-    parser.add_argument(
-        "--max-request-bytes", type=int, default=4 * 2**20, help="size limit of a request (default: %(default)s)"
+    add_model_flags(parser)
+    add = parser.add_argument_group("server").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="port to listen on; 0: any that is free (default: %(default)s)")
+    add("--name", help="what clients call the model (default: its path)")
+    add("--api-key", help=f"asked of clients (default: ${API_KEY_VARIABLE}, if set)")
+    add("--cors-origin", nargs="+", default=[], help='origins whose web pages may ask; "*": all (default: none)')
+    add("--max-queue", type=int, default=256, help="sequences that may wait (default: %(default)s)")
+    add("--max-request-bytes", type=int, default=4 * 2**20, help="size limit of a request (default: %(default)s)")
+    add("--access-log", action=argparse.BooleanOptionalAction, default=True, help="a line a request on stderr")
+    add(
+        "--shutdown-seconds",
+        type=int,
+        default=30,
+        help="that running requests have to finish after SIGTERM or Ctrl-C (default: %(default)s)",
     )
-    group = parser.add_argument_group("engine", "fields of transformers' ContinuousBatchingConfig, and ours")
-    group.add_argument("--page-size", type=int, help="tokens a cache block")
-    group.add_argument("--num-blocks", type=int, help="cache blocks")
-    group.add_argument("--max-batch-tokens", type=int, help="tokens computed a step")
-    group.add_argument("--max-requests-per-batch", type=int, help="sequences running at once")
-    group.add_argument("--max-memory-percent", type=float, help="share of free memory for the cache, 0 to 1")
-    group.add_argument("--weights", choices=["int8", "int4"], help="quantise while loading")
-    group.add_argument("--kernels", choices=["auto", "native", "torch"])
-    group.add_argument("--cache-dtype", choices=["int8"], help="store K/V in 8 bits")
-    group.add_argument("--max-step-seconds", type=float, help="how long answers may wait while prompts are prefilled")
+    add_engine_flags(parser)
+    sizes = parser.add_argument_group("cache size, instead of --cache-memory").add_mutually_exclusive_group()
+    add = sizes.add_argument
+    add("--num-blocks", type=int, help="as so many blocks")
+    add("--max-memory-percent", type=float, metavar="SHARE", help="as a share of the free memory, 0 to 1")
+    for flag, name in _RENAMED.items():
+        parser.add_argument(flag, dest=name, type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def main(args: argparse.Namespace) -> None:
-    """Serve as the parsed arguments say, until interrupted."""
-    from lfm2_cb.hf.manager_config import Lfm2CbBatchingConfig
-
-    from .app import serve
-
-    sizes = ("page_size", "num_blocks", "max_batch_tokens", "max_requests_per_batch", "max_memory_percent")
-    given = {name: getattr(args, name) for name in (*sizes, "kernels", "cache_dtype", "max_step_seconds")}
-    serve(
-        args.model,
-        weights=args.weights,
-        host=args.host,
-        port=args.port,
-        name=args.name,
-        api_key=args.api_key or os.environ.get(API_KEY_VARIABLE),
-        max_queue=args.max_queue,
-        max_request_bytes=args.max_request_bytes,
-        continuous_batching_config=Lfm2CbBatchingConfig(**{name: v for name, v in given.items() if v is not None}),
-    )
+    """Serve as the parsed arguments say, until interrupted. Raises: ValueError, TypeError, OSError."""
+    sizes = {name: getattr(args, name) for name in ("num_blocks", "max_memory_percent")}
+    config = Lfm2CbBatchingConfig.from_engine(EngineConfig(**engine_options(args)), **sizes)
+    check_config(config)  # this and the address first: before a model is loaded for nothing
+    with bind(args.host, args.port) as listener:
+        model, tokenizer = load_from(args)
+        serve_on(
+            listener,
+            model,
+            tokenizer,
+            name=args.name or args.model,
+            api_key=args.api_key or os.environ.get(API_KEY_VARIABLE),
+            cors_origins=args.cors_origin,
+            max_queue=args.max_queue,
+            max_request_bytes=args.max_request_bytes,
+            log_requests=args.access_log,
+            shutdown_seconds=args.shutdown_seconds,
+            continuous_batching_config=config,
+        )

@@ -66,10 +66,10 @@ class Status(enum.IntEnum):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["serve"]:  # has a parser of its own
-        return _serve(arguments[1:])
     args = argparse.Namespace()
     try:
+        if arguments[:1] == ["serve"]:  # has a parser of its own
+            return _serve(arguments[1:])
         make_parser().parse_args(arguments, args)
         return args.command(args)
     except KeyboardInterrupt:

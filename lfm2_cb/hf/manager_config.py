@@ -97,6 +97,8 @@ def check_config(config: ContinuousBatchingConfig) -> None:
             raise UnsupportedOptionError(f"ContinuousBatchingConfig.{name}={value!r} is not supported by lfm2_cb")
         if name not in HONOURED.union(INERT, REFUSED, OURS):
             raise UnsupportedOptionError(f"ContinuousBatchingConfig.{name} is not known to lfm2_cb")
+    if config.num_blocks is not None and not (isinstance(config.num_blocks, int) and config.num_blocks >= 1):
+        raise ValueError(f"num_blocks must be a positive integer, got {config.num_blocks!r}")
     share = config.max_memory_percent
     if share is not None and not (isinstance(share, (int, float)) and 0 < share <= 1):
         raise ValueError(f"max_memory_percent is a share of the free memory, above 0 and at most 1, got {share!r}")

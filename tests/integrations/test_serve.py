@@ -3,20 +3,17 @@
 
 import asyncio
 import json
-import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 import torch
 
 pytest.importorskip("prometheus_client")
 openai = pytest.importorskip("openai")
-uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("uvicorn")
 
 import httpx
 from helpers import demo_prompts, ours, stock_greedy
@@ -24,83 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lfm2_cb.integrations.serve import build_app
 from lfm2_cb.integrations.serve.choices import Choice, StopStrings
+from serving import CHAT, ENDLESS, KEY, Server
 from transformers import ContinuousBatchingConfig
 from transformers.utils.chat_parsing import ResponseParser
 
 import lfm2_cb
 from lfm2_cb.hf.manager_outputs import CbGenerationOutput, RequestStatus
-
-KEY = "secret"
-#: an answer that ends only when it is made to
-ENDLESS = {"generation_config": '{"max_new_tokens": 4000, "do_sample": true, "suppress_tokens": [2, 7]}'}
-CHAT = [{"role": "user", "content": "Who is Emma?"}]
-
-
-class Server:
-    """An application on a port of its own, in a thread."""
-
-    def __init__(self, model, tokenizer, **options):
-        self.app = build_app(model, tokenizer, name="tiny", api_key=KEY, **options)
-        config = uvicorn.Config(self.app, host="127.0.0.1", port=0, log_level="critical")
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run)
-
-    def __enter__(self):
-        self._thread.start()
-        while not self._server.started:
-            time.sleep(0.01)
-        self.url = f"http://127.0.0.1:{self._server.servers[0].sockets[0].getsockname()[1]}"
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
-        return self
-
-    def __exit__(self, *_):
-        self._server.should_exit = True
-        self._thread.join()
-
-    def metrics(self) -> dict[str, float]:
-        text = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
-        lines = (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        return {name.removeprefix("lfm2_cb_"): float(value) for name, value in lines}
-
-    def wait_for(self, **gauges) -> None:
-        """Until all these gauges have these values."""
-        deadline = time.monotonic() + 60
-        while {name: self.metrics()[name] for name in gauges} != gauges:
-            assert time.monotonic() < deadline, self.metrics()
-            time.sleep(0.02)
-
-
-@pytest.fixture(scope="module")
-def server(demo_stock, demo_tokenizer):
-    with Server(ours(demo_stock), demo_tokenizer) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def complete(server):
-    return lambda **kwargs: server.client.completions.create(**{"model": "tiny", "max_tokens": 12, **kwargs})
-
-
-@pytest.fixture(scope="module")
-def chat(server):
-    defaults = {"model": "tiny", "messages": CHAT, "max_tokens": 12}
-    return lambda **kwargs: server.client.chat.completions.create(**{**defaults, **kwargs})
-
-
-@pytest.fixture(scope="module")
-def greedy(demo_stock, demo_tokenizer):
-    """Stock's text after a prompt (text, or a chat)."""
-
-    def answer(prompt, count=12):
-        if isinstance(prompt, str):
-            ids = demo_tokenizer(prompt)["input_ids"]
-        else:
-            ids = demo_tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
-        tokens = stock_greedy(demo_stock, ids, count, eos_token_id=[7, 2])
-        return demo_tokenizer.decode(tokens, skip_special_tokens=True)
-
-    return answer
-
 
 # What is answered
 
@@ -146,7 +72,28 @@ def test_responses_as_json_and_as_events(server, greedy):
     assert whole.output_text == greedy(CHAT) and whole.usage.output_tokens == 12
     *events, last = server.client.responses.create(**ask, stream=True)
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == greedy(CHAT)
-    assert last.type == "response.completed" and last.response.output_text == greedy(CHAT)
+    assert last.response.output_text == greedy(CHAT) and whole.object == "response"
+    for cut, kind in ((whole, "json"), (last.response, last.type)):
+        assert (cut.status, cut.incomplete_details.reason) == ("incomplete", "max_output_tokens"), kind
+        assert cut.output[0].status == "incomplete" and cut.usage.total_tokens == whole.usage.total_tokens
+    assert last.type == "response.incomplete"
+    assert [event.sequence_number for event in (*events, last)] == list(range(len(events) + 1))
+
+
+def test_a_response_that_ends_by_itself_is_completed(server):
+    ask = {"model": "tiny", "input": [{"role": "user", "content": "Hi"}], "extra_body": {"stop": "e"}}
+    whole = server.client.responses.create(**ask, metadata={"batch": "7"}, instructions="Be brief.")
+    assert (whole.status, whole.incomplete_details, whole.output[0].status) == ("completed", None, "completed")
+    assert whole.metadata == {"batch": "7"} and whole.instructions == "Be brief." and "e" not in whole.output_text
+    *events, last = server.client.responses.create(**ask, stream=True, instructions="Be brief.")
+    assert last.type == "response.completed" and last.response.output_text == whole.output_text
+    kinds = [event.type.removeprefix("response.") for event in events if "delta" not in event.type]
+    assert kinds == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *("output_text.done", "content_part.done", "output_item.done"),
+    ]
+    again = server.client.responses.create(**ask, instructions="Be brief.")
+    assert again.usage.input_tokens_details.cached_tokens > 0
 
 
 def test_a_prompt_is_text_or_token_ids_or_several(complete, demo_tokenizer, greedy):
@@ -218,60 +165,10 @@ def test_logprobs_are_the_models(chat, complete, demo_stock, demo_tokenizer):
     assert [entry.token for entry in streamed] == [entry.token for entry in entries]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"presence_penalty": 0.5},
-        {"response_format": {"type": "json_object"}},
-        {"tool_choice": "required"},
-        {"modalities": ["audio"]},
-        {"temperature": -1},
-        {"temperature": "hot"},
-        {"top_p": 2},
-        {"frequency_penalty": "much"},
-        {"logit_bias": {"a": 1}},
-        {"generation_config": {"max_new_tokens": 3}},
-        {"generation_config": '{"num_beams": 3}'},
-        {"chat_template_kwargs": {"chat_template": "mine"}},
-        {"logprobs": True, "top_logprobs": "many"},
-        {"n": 0},
-        {"n": 1000},
-        {"stop": [1]},
-        {"max_tokens": 0},
-        {"max_tokens": 5000},
-        {"top_logprobs": 50, "logprobs": True},
-        {"messages": []},
-        {"messages": [{"content": "no role"}]},
-        {"unheard_of": 1},
-    ],
-    ids=str,
-)
-def test_what_is_wrong_or_not_supported_is_refused_by_name(chat, body):
-    with pytest.raises(openai.BadRequestError) as caught:
-        chat(extra_body=body)
-    names = (next(iter(body)), "max_new_tokens", "sequences", "num_beams", "top_logprobs")
-    assert any(name in caught.value.body["message"] for name in names)
-    assert caught.value.body["type"] == "invalid_request_error"
-
-
 def test_what_asks_for_nothing_is_accepted(chat, complete, greedy):
     neutral = {"presence_penalty": 0, "response_format": {"type": "text"}, "user": "me", "store": False, "stop": None}
     assert chat(extra_body=neutral).choices[0].message.content == greedy(CHAT)
     assert complete(prompt="It was", echo=False, best_of=1).choices[0].text == greedy("It was")
-
-
-def test_other_endpoints_refuse_by_name_too(server, complete):
-    with pytest.raises(openai.BadRequestError, match="echo"):
-        complete(prompt="It was", echo=True)
-    with pytest.raises(openai.BadRequestError, match="empty"):
-        complete(prompt=[])
-    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
-        server.client.responses.create(model="tiny", input="Hello", previous_response_id="r")
-    with pytest.raises(openai.BadRequestError, match="input"):
-        server.client.responses.create(model="tiny", input="")
-    with pytest.raises(openai.BadRequestError, match="pinned"):
-        complete(prompt="It was", model="another")
-    assert [model.id for model in server.client.models.list()] == ["tiny"]
 
 
 # The door
@@ -463,28 +360,6 @@ def test_reasoning_and_tool_calls_are_told_apart(demo_tokenizer):
     (found,) = choice.whole.tool_calls
     assert {"name": found.name, "arguments": json.loads(found.arguments)} == call
     assert choice.whole.finish_reason == "tool_calls"
-
-
-def test_the_command_serves_until_interrupted():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = [lfm2_cb.demo_model_path(), "--port", str(port), "--name", "tiny", "--num-blocks", "64"]
-    arguments += ["--weights", "int8", "--cache-dtype", "int8", "--max-step-seconds", "0.5"]
-    environment = {**os.environ, "LFM2_CB_API_KEY": KEY}
-    with subprocess.Popen([sys.executable, "-m", "lfm2_cb", "serve", *arguments], env=environment) as process:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
-        deadline = time.monotonic() + 60
-        while True:
-            try:
-                assert [model.id for model in client.models.list()] == ["tiny"]
-                break
-            except openai.APIConnectionError:
-                assert process.poll() is None and time.monotonic() < deadline
-                time.sleep(0.1)
-        assert client.completions.create(model="tiny", prompt="It was", max_tokens=4).choices[0].text
-        process.send_signal(signal.SIGINT)
-        process.wait(30)
 
 
 def test_what_build_app_cannot_do(demo_stock):

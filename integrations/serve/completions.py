@@ -1,0 +1,236 @@
+"""`/v1/chat/completions` and `/v1/completions`: answers of several choices, as JSON or as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from transformers.cli.serving.utils import build_response_parser
+
+from lfm2_cb.engine.sampler import TokenLogprobs
+from lfm2_cb.requests.prompts import PromptError, tokenize
+
+from .choices import Choice, Delta, Job
+from .errors import RequestError
+from .fields import CHAT, COMPLETION, Field, check_fields
+from .messages import messages_of_chat
+from .sampling import Sampling
+from .served import Served
+
+
+class ChoicesEndpoint(ABC):
+    """An endpoint: a request's body in, an answer out."""
+
+    fields: Mapping[str, Field] = {}
+    required = ""
+    #: the `object` of an answer, of a piece of one, and what its id begins with
+    kind, chunk_kind, id_prefix = "", "", ""
+
+    def __init__(self, served: Served) -> None:
+        self.served = served
+
+    async def __call__(self, body: dict[str, Any], request_id: str) -> Response:
+        """Raises: RequestError."""
+        check_fields(body, self.fields, self.required)
+        self.served.check_name(body)
+        options = body.get("stream_options")
+        if options is not None and not body.get("stream"):
+            raise RequestError("stream_options go with stream=true", "stream_options")
+        job = self.start(body)
+        common = {"id": f"{self.id_prefix}{request_id}", "created": int(time.time()), "model": self.served.name}
+        answer = Answer(self, job, common, bool((options or {}).get("include_usage")))
+        return answer.as_events() if body.get("stream") else await answer.as_json()
+
+    @abstractmethod
+    def start(self, body: dict[str, Any]) -> Job:
+        """Queue what a body asks for, its fields being of their kinds. Raises: RequestError."""
+
+    @abstractmethod
+    def whole(self, choice: Choice, logprobs: Any) -> dict[str, Any]:
+        """A finished choice, without its index and finish_reason."""
+
+    @abstractmethod
+    def chunk(self, choice: Choice, delta: Delta, logprobs: Any) -> dict[str, Any]:
+        """A piece of a choice, likewise."""
+
+    @abstractmethod
+    def format_logprobs(self, entries: list[TokenLogprobs]) -> Any:
+        """Log-probabilities in the endpoint's form."""
+
+    def opening(self) -> dict[str, Any] | None:
+        """What comes first of a choice in a stream."""
+        return None
+
+    def _token_text(self, token_id: int) -> str:
+        return self.served.tokenizer.decode([token_id])
+
+
+class Answer:
+    """A job on its way out."""
+
+    def __init__(self, endpoint: ChoicesEndpoint, job: Job, common: dict[str, Any], with_usage: bool) -> None:
+        self.endpoint, self.job, self.common, self.with_usage = endpoint, job, common, with_usage
+
+    def _logprobs(self, delta: Delta) -> Any:
+        return self.endpoint.format_logprobs(delta.logprobs) if delta.logprobs else None
+
+    async def as_json(self) -> JSONResponse:
+        choices = [
+            {
+                "index": choice.index,
+                "finish_reason": choice.whole.finish_reason,
+                **self.endpoint.whole(choice, self._logprobs(choice.whole)),
+            }
+            for choice in await self.job.run()
+        ]
+        return JSONResponse({**self.common, "object": self.endpoint.kind, "choices": choices, "usage": self.job.usage})
+
+    def as_events(self) -> StreamingResponse:
+        return StreamingResponse(self._events(), media_type="text/event-stream")
+
+    async def _events(self) -> AsyncIterator[str]:
+        opening = self.endpoint.opening()
+        if opening is not None:
+            for choice in self.job.choices:
+                yield self._event([{"index": choice.index, "finish_reason": None, **opening}])
+        try:
+            async for choice, delta in self.job:
+                if delta.items or delta.logprobs or delta.finish_reason:
+                    piece = self.endpoint.chunk(choice, delta, self._logprobs(delta))
+                    yield self._event([{"index": choice.index, "finish_reason": delta.finish_reason, **piece}])
+        except RequestError as error:
+            yield f"data: {json.dumps(error.body)}\n\n"
+            return
+        if self.with_usage:
+            yield self._event([], usage=self.job.usage)
+        yield "data: [DONE]\n\n"
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        chunk = {**self.common, "object": self.endpoint.chunk_kind, "choices": choices, **more}
+        return f"data: {json.dumps(chunk)}\n\n"
+
+
+class ChatCompletions(ChoicesEndpoint):
+    """`/v1/chat/completions`."""
+
+    fields, required = CHAT, "messages"
+    kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def start(self, body: dict[str, Any]) -> Job:
+        if body.get("top_logprobs") and not body.get("logprobs"):
+            raise RequestError("top_logprobs go with logprobs=true", "top_logprobs")
+        served, tools = self.served, [] if body.get("tool_choice") == "none" else body.get("tools") or []
+        ids = served.prompts.token_ids(body, messages_of_chat(body["messages"]), tools)
+        n = body.get("n") or 1
+        parsers = [build_response_parser(served.tokenizer, served.model, ids, tools=tools or None) for _ in range(n)]
+        return Job(
+            served.dispatcher,
+            [ids],
+            Sampling.of(body, served.model, ("max_completion_tokens", "max_tokens")),
+            param="messages",
+            n=n,
+            logprobs=(body.get("top_logprobs") or 0) if body.get("logprobs") else None,
+            streaming=bool(body.get("stream")),
+            parsers=parsers,
+        )
+
+    def opening(self) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def whole(self, choice: Choice, logprobs: Any) -> dict[str, Any]:
+        return {"message": {"role": "assistant", **self._content(choice.whole)}, "logprobs": logprobs}
+
+    def chunk(self, choice: Choice, delta: Delta, logprobs: Any) -> dict[str, Any]:
+        content = self._content(delta)
+        calls = content.get("tool_calls", [])
+        first = len(choice.whole.tool_calls) - len(calls)
+        for place, call in enumerate(calls, first):
+            call["index"] = place
+        return {"delta": content, "logprobs": logprobs}
+
+    def _content(self, delta: Delta) -> dict[str, Any]:
+        content: dict[str, Any] = {"content": delta.text}
+        if delta.reasoning:
+            content["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            content["tool_calls"] = [
+                {
+                    "id": f"call_{uuid.uuid4().hex}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in delta.tool_calls
+            ]
+        return content
+
+    def format_logprobs(self, entries: list[TokenLogprobs]) -> dict[str, Any]:
+        def one(token_id: int, logprob: float) -> dict[str, Any]:
+            text = self._token_text(token_id)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        return {
+            "content": [
+                {**one(entry.token_id, entry.logprob), "top_logprobs": [one(*pair) for pair in entry.top]}
+                for entry in entries
+            ]
+        }
+
+
+class Completions(ChoicesEndpoint):
+    """`/v1/completions`; a prompt is a string, token ids, or a list of either."""
+
+    fields, required = COMPLETION, "prompt"
+    kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl-"
+
+    def start(self, body: dict[str, Any]) -> Job:
+        n = body.get("n") or 1
+        if (body.get("best_of") or n) != n:
+            raise RequestError("best_of other than n is not supported here", "best_of", code="unsupported_parameter")
+        if body.get("echo") and body.get("logprobs") is not None:
+            raise RequestError("echo with logprobs is not supported here", "echo", code="unsupported_parameter")
+        try:
+            prompts = tokenize(body["prompt"], self.served.tokenizer)
+        except PromptError as error:
+            raise RequestError(f"prompt: {error}", "prompt") from error
+        return Job(
+            self.served.dispatcher,
+            prompts,
+            Sampling.of(body, self.served.model, ("max_tokens",)),
+            param="prompt",
+            n=n,
+            logprobs=body.get("logprobs"),
+            streaming=bool(body.get("stream")),
+            openings=[text for text in self._texts(body["prompt"]) for _ in range(n)] if body.get("echo") else None,
+        )
+
+    def _texts(self, prompt: Any) -> list[str]:
+        """Prompts as they are echoed."""
+        prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        return [one if isinstance(one, str) else self.served.tokenizer.decode(one) for one in prompts]
+
+    def whole(self, choice: Choice, logprobs: Any) -> dict[str, Any]:
+        return {"text": choice.whole.text, "logprobs": logprobs}
+
+    def chunk(self, choice: Choice, delta: Delta, logprobs: Any) -> dict[str, Any]:
+        return {"text": delta.text, "logprobs": logprobs}
+
+    def format_logprobs(self, entries: list[TokenLogprobs]) -> dict[str, Any]:
+        texts = [self._token_text(entry.token_id) for entry in entries]
+        return {
+            "tokens": texts,
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": [{self._token_text(t): value for t, value in entry.top} for entry in entries],
+            "text_offset": list(_offsets(texts)),
+        }
+
+
+def _offsets(texts: list[str]) -> Iterator[int]:
+    offset = 0
+    for text in texts:
+        yield offset
+        offset += len(text)
