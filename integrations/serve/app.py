@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from transformers import ContinuousBatchingConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lfm2_cb import __version__
 from lfm2_cb.hf.methods import init_continuous_batching
 from lfm2_cb.loading import as_lfm2_cb, load_model, load_tokenizer
 
@@ -131,7 +132,7 @@ def _add_readings(app: FastAPI, served: Served, metrics: Metrics) -> None:
         return JSONResponse({"status": "unhealthy", "reason": "the engine is dead"}, 503)
 
     def versions(_: Request) -> Response:
-        return JSONResponse({"version": version("lfm2-cb"), "transformers": version("transformers")})
+        return JSONResponse({"version": __version__, "transformers": version("transformers")})
 
     def metrics_page(_: Request) -> Response:
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import enum
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -41,6 +40,7 @@ from .job import RECORD_FIELDS, Job, Summary
 from .parquet_output import write_parquet
 from .reader import open_source
 from .rows import InputError, Source, check_first_rows
+from .serve import add_serve_flags, serve
 from .writer import JobFiles, OutputError, PipeFiles
 
 INPUT_HELP = """JSONL, .parquet, .csv, .tsv, .txt (a prompt a line), a dataset's folder or id; "-": JSONL on standard
@@ -68,8 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     args = argparse.Namespace()
     try:
-        if arguments[:1] == ["serve"]:  # has a parser of its own
-            return _serve(arguments[1:])
         make_parser().parse_args(arguments, args)
         return args.command(args)
     except KeyboardInterrupt:
@@ -88,7 +86,9 @@ def make_parser() -> argparse.ArgumentParser:
     _add_generate(commands.add_parser("generate", help=generate, description=generate, epilog=STATUS_HELP))
     _add_bench(commands.add_parser("bench", help="measure throughput and latency on ragged random prompts"))
     _add_info(commands.add_parser("info", help="what a model is, how it would run, and what memory it takes"))
-    commands.add_parser("serve", help="an OpenAI-compatible server (needs an extra)", add_help=False)
+    serving = commands.add_parser("serve", help="an OpenAI-compatible server (needs an extra)")
+    add_serve_flags(serving)
+    serving.set_defaults(command=serve)
     return parser
 
 
@@ -212,18 +212,6 @@ def _bench(args: argparse.Namespace) -> int:
 def _info(args: argparse.Namespace) -> int:
     with _make_generator(args) as generator:
         print(describe(generator))
-    return Status.DONE
-
-
-def _serve(arguments: Sequence[str]) -> int:
-    name = "lfm2_cb.integrations.serve"
-    try:
-        server = importlib.import_module(name)
-    except ImportError as error:
-        return _say(f"error: lfm2-cb serve needs the extra: pip install 'lfm2-cb[serve]' ({error})", Status.REFUSED)
-    parser = Parser("lfm2-cb serve", description="An OpenAI-compatible server.")
-    server.add_serve_arguments(parser)
-    server.main(parser.parse_args(arguments))
     return Status.DONE
 
 

@@ -92,7 +92,8 @@ def test_a_response_that_ends_by_itself_is_completed(server):
         *("created", "in_progress", "output_item.added", "content_part.added"),
         *("output_text.done", "content_part.done", "output_item.done"),
     ]
-    again = server.client.responses.create(**ask, instructions="Be brief.")
+    server.client.responses.create(**ask, instructions="Be brief." * 40)
+    again = server.client.responses.create(**ask, instructions="Be brief." * 40)
     assert again.usage.input_tokens_details.cached_tokens > 0
 
 

@@ -18,7 +18,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
 
 import httpx
-import lfm2_cb.integrations.serve.command as command
+import lfm2_cb.integrations.serve as server
 from serving import ENDLESS, KEY
 
 import lfm2_cb
@@ -160,7 +160,7 @@ def test_what_is_wrong_is_said_in_one_line(capsys, flags, message):
 
 
 def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(capsys, monkeypatch):
-    monkeypatch.setattr(command, "load_from", lambda args: pytest.fail("loaded"))
+    monkeypatch.setattr("lfm2_cb.cli.serve.load_from", lambda args: pytest.fail("loaded"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", MODEL, "--port", str(port)]) == 2
@@ -178,7 +178,7 @@ def test_another_model_or_none_is_said_in_one_line(capsys, tmp_path):
 
 def test_every_option_of_the_engine_has_a_flag_that_reaches_it(monkeypatch):
     taken = {}
-    monkeypatch.setattr(command, "serve_on", lambda listener, model, tokenizer, **options: taken.update(options))
+    monkeypatch.setattr(server, "serve_on", lambda listener, model, tokenizer, **options: taken.update(options))
     asked = {
         "max_batch_tokens": 300,
         "max_sequences": 7,

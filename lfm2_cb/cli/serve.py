@@ -1,15 +1,14 @@
-"""`lfm2-cb serve`."""
+"""`lfm2-cb serve`: its flags, and the server that they ask for (which needs an extra)."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 
-from lfm2_cb.cli.flags import add_engine_flags, add_model_flags, engine_options, load_from
-from lfm2_cb.engine.config import EngineConfig
-from lfm2_cb.hf.manager_config import Lfm2CbBatchingConfig, check_config
-
-from .running import bind, serve_on
+from ..engine.config import EngineConfig
+from ..hf.manager_config import Lfm2CbBatchingConfig, check_config
+from .flags import UsageError, add_engine_flags, add_model_flags, engine_options, load_from
 
 #: where the key is taken from if it is not on the command line, which other users of a machine can read
 API_KEY_VARIABLE = "LFM2_CB_API_KEY"
@@ -18,8 +17,8 @@ API_KEY_VARIABLE = "LFM2_CB_API_KEY"
 _RENAMED = {"--page-size": "block_size", "--max-requests-per-batch": "max_sequences"}
 
 
-def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `main` to a parser."""
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `serve` to a parser."""
     add_model_flags(parser)
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
@@ -45,14 +44,21 @@ def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, dest=name, type=int, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
-def main(args: argparse.Namespace) -> None:
-    """Serve as the parsed arguments say, until interrupted. Raises: ValueError, TypeError, OSError."""
+def serve(args: argparse.Namespace) -> int:
+    """Serve as the parsed flags say, until interrupted. Returns: the exit status.
+
+    Raises: ValueError, TypeError, OSError: what is wrong with them; UsageError: the extra is missing.
+    """
+    try:
+        server = importlib.import_module("lfm2_cb.integrations.serve")
+    except ImportError as error:
+        raise UsageError(f"lfm2-cb serve needs the extra: pip install 'lfm2-cb[serve]' ({error})") from error
     sizes = {name: getattr(args, name) for name in ("num_blocks", "max_memory_percent")}
     config = Lfm2CbBatchingConfig.from_engine(EngineConfig(**engine_options(args)), **sizes)
     check_config(config)  # this and the address first: before a model is loaded for nothing
-    with bind(args.host, args.port) as listener:
+    with server.bind(args.host, args.port) as listener:
         model, tokenizer = load_from(args)
-        serve_on(
+        server.serve_on(
             listener,
             model,
             tokenizer,
@@ -65,3 +71,4 @@ def main(args: argparse.Namespace) -> None:
             shutdown_seconds=args.shutdown_seconds,
             continuous_batching_config=config,
         )
+    return 0
