@@ -15,7 +15,7 @@ from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.engine.config import parse_bytes
 from lfm2_cb.engine.loop import ClosedError
 from lfm2_cb.model.hybrid_cache import CacheTooSmall
-from lfm2_cb.ops.native.library import NativeUnavailable
+from lfm2_cb.ops.native import NativeUnavailable
 from lfm2_cb.requests.options import UnsupportedOptionError
 from lfm2_cb.requests.prompts import PromptError
 from lfm2_cb.scheduling.scheduler import RequestTooLarge

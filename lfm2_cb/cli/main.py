@@ -21,7 +21,7 @@ from .. import __version__
 from ..engine.loop import BrokenError
 from ..generator import ContinuousBatchingGenerator
 from ..loading import describe_files
-from ..ops.native.library import NativeUnavailable
+from ..ops.native import NativeUnavailable
 from .bench import bench
 from .flags import (
     Parser,

@@ -15,7 +15,7 @@ from .runner import ModelRunner
 
 
 @dataclass
-class Shadow:
+class DraftState:
     """What the assistant holds of a request: its cache, after the tokens it has seen confirmed."""
 
     cache: Request  # the blocks and the slot of the confirmed state
@@ -62,30 +62,30 @@ class AssistantModel(Drafter):
         )
         self.runner = ModelRunner(model, self.plan, kernels)
         self._cache = CacheManager(self.plan.num_blocks, block_size, self.plan.num_slots, prefix_caching=False)
-        self._shadows: dict[int, Shadow] = {}
+        self._states: dict[int, DraftState] = {}
 
     def propose(self, requests: Sequence[Request], lengths: Sequence[int]) -> list[list[int]]:
         guesses: list[list[int]] = [[] for _ in requests]
         budget, active = self.max_batch_tokens, []
         rows: list[Row] = []
         for i, (request, length) in enumerate(zip(requests, lengths, strict=True)):
-            shadow = self._shadow(request)
-            if shadow is None or not self._cache.append(shadow.cache, request.num_tokens + length - shadow.num_seen):
+            state = self._state_of(request)
+            if state is None or not self._cache.append(state.cache, request.num_tokens + length - state.num_seen):
                 continue  # no room: no guess
-            unseen = request.token_ids[shadow.num_seen :][:budget]
+            unseen = request.token_ids[state.num_seen :][:budget]
             if not unseen:
                 continue
-            caught_up = shadow.num_seen + len(unseen) == request.num_tokens
-            rows.append(self._row(shadow.cache, shadow.num_seen, unseen, caught_up))
-            shadow.cache.num_computed_tokens += len(unseen)
+            caught_up = state.num_seen + len(unseen) == request.num_tokens
+            rows.append(self._row(state.cache, state.num_seen, unseen, caught_up))
+            state.cache.num_computed_tokens += len(unseen)
             budget -= len(unseen)
             if caught_up:
-                self._start_scratch(shadow)
+                self._start_scratch(state)
                 active.append(i)
         logits = self.runner.forward(rows) if rows else None
         for i in active:
-            shadow = self._shadows[requests[i].request_id]
-            self.runner.cache.copy_slot(shadow.cache.state_slot, shadow.scratch.state_slot)  # type: ignore[arg-type]
+            state = self._states[requests[i].request_id]
+            self.runner.cache.copy_slot(state.cache.state_slot, state.scratch.state_slot)  # type: ignore[arg-type]
         while active and logits is not None:
             for i, token in zip(active, logits.argmax(-1).tolist(), strict=True):
                 guesses[i].append(token)
@@ -95,36 +95,36 @@ class AssistantModel(Drafter):
         return guesses
 
     def _next(self, request: Request, guesses: Sequence[int]) -> Row:
-        scratch = self._shadows[request.request_id].scratch
+        scratch = self._states[request.request_id].scratch
         return self._row(scratch, request.num_tokens + len(guesses) - 1, guesses[-1:], True)
 
     @staticmethod
     def _row(owner: Request, start: int, token_ids: Sequence[int], wants_logits: bool) -> Row:
         return Row(token_ids, start, owner.block_table, owner.state_slot, None, int(wants_logits))  # type: ignore[arg-type]
 
-    def _start_scratch(self, shadow: Shadow) -> None:
-        shadow.scratch.block_table = shadow.cache.block_table  # the same blocks: what guesses write is overwritten
+    def _start_scratch(self, state: DraftState) -> None:
+        state.scratch.block_table = state.cache.block_table  # the same blocks: what guesses write is overwritten
 
-    def _shadow(self, request: Request) -> Shadow | None:
-        """The request's shadow, made on first sight; None where there is no room for one."""
-        shadow = self._shadows.get(request.request_id)
-        if shadow is None:
+    def _state_of(self, request: Request) -> DraftState | None:
+        """The request's draft state, made on first sight; None where there is no room for one."""
+        state = self._states.get(request.request_id)
+        if state is None:
             cache, scratch = Request(request.request_id, [0], 1), Request(request.request_id, [], 1)
             for owner in (cache, scratch):
                 if not self._cache.admit(owner, self._cache.match_prefix(owner)):
                     self._cache.free(cache)
                     return None
-            shadow = self._shadows[request.request_id] = Shadow(cache, scratch)
-        return shadow
+            state = self._states[request.request_id] = DraftState(cache, scratch)
+        return state
 
     def forget(self, request: Request) -> None:
-        shadow = self._shadows.pop(request.request_id, None)
-        if shadow is not None:
-            shadow.scratch.block_table = []  # they are the other's
-            self._cache.free(shadow.scratch)
-            self._cache.free(shadow.cache)
+        state = self._states.pop(request.request_id, None)
+        if state is not None:
+            state.scratch.block_table = []  # they are the other's
+            self._cache.free(state.scratch)
+            self._cache.free(state.cache)
 
     def check_idle(self) -> None:
         """Assert that nothing is kept for anybody."""
-        assert not self._shadows
+        assert not self._states
         self._cache.check_integrity([])

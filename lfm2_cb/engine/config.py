@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..model.hybrid_cache import CACHE_DTYPES
-from ..ops.native.library import KERNELS
+from ..ops.native import KERNELS
 from ..scheduling.policies import POLICIES, Policy
 
 

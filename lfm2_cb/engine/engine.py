@@ -134,7 +134,7 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Run one step and report every request that gained tokens or ended."""
-        outputs = self._take_in()
+        outputs = self._drain_inbox()
         self.speculation.draft(self.scheduler.running)
         rows = self.scheduler.schedule()
         if not rows:
@@ -154,7 +154,7 @@ class Engine:
         limit = self.config.max_step_seconds
         return None if limit is None else self.speculation.times.tokens_within(limit)
 
-    def _take_in(self) -> list[StepOutput]:
+    def _drain_inbox(self) -> list[StepOutput]:
         if self._inbox:
             self._follow_model()
         while self._inbox:
@@ -197,7 +197,7 @@ class Engine:
                     self.runner.copy(fork)
                     forked.append((Choice(child), logits[choice.logits_row]))
         if num_accepted:
-            self.runner.settle(num_accepted)
+            self.runner.commit_conv_state(num_accepted)
         if forked:
             self._choose_one([choice for choice, _ in forked], torch.stack([row for _, row in forked]))
             for choice, _ in forked:

@@ -13,10 +13,10 @@ from ..model.hybrid_cache import CachePlan, HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
 from ..ops.kernel_set import KernelSet
-from ..ops.native.library import NativeKernels
+from ..ops.native import NativeKernels
 from ..scheduling.cache_manager import Fork
 from ..scheduling.scheduler import ScheduledRow
-from .captured_steps import RecordedDecodes
+from .captured_steps import CapturedSteps
 from .sharing import shared_prefixes
 
 #: RoPE variants whose frequencies depend on the longest sequence of the batch, and so on batch mates
@@ -30,11 +30,11 @@ class ModelRunner:
     on its batch mates. NativeUnavailable: kernels="native" cannot be had.
 
     `cascade = False`, on an instance or the class, makes every row read its own keys even where rows share them;
-    `recording = False` runs every step through the model's Python.
+    `capturing = False` runs every step through the model's Python.
     """
 
     cascade = True
-    recording = True
+    capturing = True
 
     def __init__(self, model: Lfm2CbForCausalLM, plan: CachePlan, kernels: str = "auto") -> None:
         config = model.config
@@ -49,9 +49,9 @@ class ModelRunner:
         self._watch.check()
         self.cache = HybridCache(config, plan, model.dtype, model.device)
         self._batch: RaggedBatch | None = None
-        self._recorded = None
+        self.captured = None
         if self.kernels.native is not None:
-            self._recorded = RecordedDecodes(model, self.cache, self.kernels, self._compute)
+            self.captured = CapturedSteps(model, self.cache, self.kernels, self._compute)
 
     @property
     def native(self) -> NativeKernels | None:
@@ -71,11 +71,11 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]] = ()) -> torch.Tensor:
         """One packed forward: logits `[sum of num_logits, vocab_size]`. shared: as in `RaggedBatch`."""
-        if self._recorded is not None:
-            if self.recording and not shared and (logits := self._recorded.run(rows)) is not None:
+        if self.captured is not None:
+            if self.capturing and not shared and (logits := self.captured.run(rows)) is not None:
                 self._batch = None
                 return logits
-            self._recorded.expect_changes()
+            self.captured.invalidate()
         self._batch = RaggedBatch(rows, self.cache, self.kernel_size, shared, self.kernels)
         return self._compute(self._batch)
 
@@ -100,10 +100,10 @@ class ModelRunner:
         """Take over what was changed in the model, between two steps. Returns: whether its cached states are void."""
         return self._watch.follow()
 
-    def settle(self, num_accepted: dict[int, int]) -> None:
+    def commit_conv_state(self, num_accepted: dict[int, int]) -> None:
         """Keep the conv state of the accepted drafts: row index in the last `run` → how many were accepted."""
         assert self._batch is not None
-        self._batch.settle(num_accepted)
+        self._batch.commit_conv_state(num_accepted)
 
     def copy(self, fork: Fork) -> None:
         """Carry out a fork's copies."""

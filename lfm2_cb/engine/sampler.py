@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..ops.native.library import NativeKernels
+from ..ops.native import NativeKernels
 from ..ops.sampling import best_places, draw_places
 from .warpers import Scores, can_batch, process_rows, signature
 

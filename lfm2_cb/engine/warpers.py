@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers.generation import logits_process as stock
 
-from ..ops.native.library import NativeKernels
+from ..ops.native import NativeKernels
 from ..ops.sampling import MAX_CANDIDATES, nucleus, top_candidates
 
 

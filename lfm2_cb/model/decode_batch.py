@@ -14,8 +14,8 @@ from .ragged_batch import RaggedBatch, Row
 
 
 class DecodeBatch(RaggedBatch):
-    """One token of each of so many sequences; after `fill`, of others. Then what was recorded of a forward over it
-    (`ops.tape`) holds for them too: all that differs from step to step lies in its tensors.
+    """One token of each of so many sequences; after `fill`, of others. Then a graph captured of a forward over
+    it (`ops.native.CapturedGraph`) holds for them too: all that differs from step to step lies in its tensors.
 
     inputs_embeds: `[rows, hidden]`, for the caller to fill.
 

@@ -12,7 +12,7 @@ from ..ops.attention.cascade import SharedPrefix, cascade_attention, shared_bloc
 from ..ops.attention.packed import PackedSequences
 from ..ops.attention.reference import paged_attention
 from ..ops.kernel_set import REFERENCE, KernelSet
-from ..ops.native.library import NativeKernels
+from ..ops.native import NativeKernels
 from .hybrid_cache import HybridCache
 from .sequence_state import AttentionLayer, ConvLayer
 
@@ -27,7 +27,7 @@ class Row:
     state_slot: int
     restore_block: int | None = None  # begin from this block's conv checkpoint instead of the slot
     num_logits: int = 0  # how many of the last tokens need logits
-    num_drafts: int = 0  # how many of the last tokens are guesses: their conv state is written by `settle`
+    num_drafts: int = 0  # how many of the last tokens are guesses: their conv state is written by `commit_conv_state`
 
 
 class RaggedBatch:
@@ -186,7 +186,7 @@ class RaggedBatch:
     def mask_padding(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states  # nothing is padded here
 
-    def settle(self, num_accepted: dict[int, int]) -> None:
+    def commit_conv_state(self, num_accepted: dict[int, int]) -> None:
         """Write the conv state of the rows that had drafts, after the tokens that turned out right.
 
         Args: num_accepted: row index → accepted drafts; one entry for every row with drafts.

@@ -16,7 +16,7 @@ from .linear.dense import PackedLinear
 from .linear.int8 import native_rows_int8
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, quantized_linear
 from .linear.table import DENSE, products
-from .native.library import NativeKernels, resolve_kernels
+from .native import NativeKernels, resolve_kernels
 from .pointwise import RMSNorm, add, add_rms_norm, norm_rotate, rms_norm, rotary, rotate, swiglu
 from .short_conv import gated_short_conv
 

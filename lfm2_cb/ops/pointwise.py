@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .native.library import NativeKernels
+from .native import NativeKernels
 
 
 class RMSNorm(nn.Module):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .native.library import NativeKernels
+from .native import NativeKernels
 
 #: most candidates that `top_candidates` finds a row, and the largest k it takes
 MAX_CANDIDATES = 1024

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .native.library import NativeKernels
+from .native import NativeKernels
 
 
 def ragged_short_conv(

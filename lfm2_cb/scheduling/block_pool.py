@@ -1,4 +1,4 @@
-"""BlockPool: who owns which cache block, which blocks hold known content, and which is thrown out next."""
+"""BlockPool: who owns which cache block, which blocks hold known content, and which is evicted next."""
 
 from __future__ import annotations
 

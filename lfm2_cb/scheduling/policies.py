@@ -23,8 +23,8 @@ class Policy:
             decoding is interrupted by few large prefills and not by many small ones (Text Generation Inference's knob
             of this name; it advises 0.3 to 1.2). 0: as soon as there is room.
         max_waiting_steps: let them in after so many steps all the same (TGI's `max_waiting_tokens`).
-        max_preemptions: a request thrown out this often goes before all others from then on, waiting and running, so
-            that nobody is thrown out for ever.
+        max_preemptions: a request preempted this often goes before all others from then on, waiting and running, so
+            that nobody is preempted for ever.
     """
 
     name = "fcfs"
@@ -61,7 +61,7 @@ class Policy:
     # The queue, the same for all
 
     def rank(self, request: Request) -> tuple[bool, int]:
-        """What comes before any policy's order: those thrown out too often, then priority."""
+        """What comes before any policy's order: those preempted too often, then priority."""
         return (request.metrics.num_preemptions < self.max_preemptions, -request.priority)
 
     def opens(self, running: Sequence[Request]) -> bool:
@@ -253,7 +253,7 @@ class Batch(Policy):
 
     Zheng et al., "BatchLLM", arXiv 2412.03594. The shared prefixes of a list are found ahead (`prefix_tree`), the
     first of a group computes its prefix and the others wait for that, and the next group takes its memory when the
-    last of them is done, so that a prefix is never thrown out before its last sharer and never computed twice.
+    last of them is done, so that a prefix is never evicted before its last sharer and never computed twice.
     Lists are served in the order they came.
     """
 

@@ -1,4 +1,4 @@
-"""Decode steps run from a recording: the tokens of the model as it is now, whatever has been done to it."""
+"""Decode steps run from a captured graph: the tokens of the model as it is now, whatever has been done to it."""
 
 import random
 import shutil
@@ -9,10 +9,10 @@ from helpers import ours, random_prompts, random_stock, stock_greedy
 from torch import nn
 
 from lfm2_cb import ContinuousBatchingGenerator
-from lfm2_cb.engine import captured_steps as recorded_decodes
-from lfm2_cb.engine.captured_steps import RecordedDecodes
+from lfm2_cb.engine import captured_steps
+from lfm2_cb.engine.captured_steps import CapturedSteps
 from lfm2_cb.engine.runner import ModelRunner
-from lfm2_cb.ops.native.captured_graph import Tape
+from lfm2_cb.ops.native import CapturedGraph
 
 pytestmark = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="needs a C++ compiler"
@@ -24,8 +24,8 @@ GREEDY = {"do_sample": False, "eos_token_id": None}
 def replayed(monkeypatch):
     """One entry for each replayed step."""
     steps = []
-    replay = Tape.replay
-    monkeypatch.setattr(Tape, "replay", lambda self: (steps.append(1), replay(self))[1])
+    replay = CapturedGraph.replay
+    monkeypatch.setattr(CapturedGraph, "replay", lambda self: (steps.append(1), replay(self))[1])
     return steps
 
 
@@ -38,7 +38,7 @@ def test_random_nets_give_stocks_tokens(seed, replayed):
     options = {"block_size": rng.choice([2, 5, 16]), "prefix_caching": rng.random() < 0.7}
     expected = [stock_greedy(stock, p, n) for p, n in zip(prompts, lengths, strict=True)]
     with ContinuousBatchingGenerator(stock, cache_memory="1MiB", max_sequences=rng.randint(1, 9), **options) as g:
-        for _ in range(2):  # the second time from the prefix cache, and from tapes of before
+        for _ in range(2):  # the second time from the prefix cache, and from graphs of before
             outputs = [
                 g.generate([p], max_new_tokens=n, **GREEDY)[0] for p, n in zip(prompts[:2], lengths, strict=False)
             ]
@@ -54,23 +54,23 @@ def test_random_nets_give_stocks_tokens(seed, replayed):
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cache_dtype", [None, "int8"])
-def test_recorded_steps_give_the_bits_of_those_that_are_not(weights, dtype, cache_dtype, replayed):
+def test_captured_steps_give_the_bits_of_those_that_are_not(weights, dtype, cache_dtype, replayed):
     model = random_stock(3).to(dtype)
     options = {"weights": weights, "cache_dtype": cache_dtype, "cache_memory": "4MiB", "block_size": 8}
     prompts = random_prompts(random.Random(1), 20, 12)
     results = []
-    for recording in (False, True):
+    for capturing in (False, True):
         with ContinuousBatchingGenerator(model, **options) as generator:
-            generator.engine.runner.recording = recording
+            generator.engine.runner.capturing = capturing
             results.append(
                 generator.generate(
                     prompts, max_new_tokens=12, output_logits=True, return_dict_in_generate=True, **GREEDY
                 )
             )
-            assert bool(replayed) == recording
-    for plain, recorded in zip(*results, strict=True):
-        assert plain.token_ids == recorded.token_ids
-        assert all(map(torch.equal, plain.logits, recorded.logits))
+            assert bool(replayed) == capturing
+    for plain, captured in zip(*results, strict=True):
+        assert plain.token_ids == captured.token_ids
+        assert all(map(torch.equal, plain.logits, captured.logits))
 
 
 class Scaled(nn.Module):
@@ -122,11 +122,11 @@ def test_what_is_done_to_a_model_between_two_calls_counts(change):
     model, prompts = ours(random_stock(5)), random_prompts(random.Random(2), 5, 9)
     with ContinuousBatchingGenerator(model, cache_memory="4MiB", prefix_caching=False) as generator:
         before = [o.token_ids for o in generator.generate(prompts, max_new_tokens=15, **GREEDY)]
-        assert generator.engine.runner._recorded._tapes
+        assert generator.engine.runner.captured._graphs
         change(model)
         after = [o.token_ids for o in generator.generate(prompts, max_new_tokens=15, **GREEDY)]
     with ContinuousBatchingGenerator(model, cache_memory="4MiB", prefix_caching=False) as fresh:
-        fresh.engine.runner.recording = False
+        fresh.engine.runner.capturing = False
         assert after == [o.token_ids for o in fresh.generate(prompts, max_new_tokens=15, **GREEDY)] != before
 
 
@@ -141,8 +141,8 @@ def test_an_embedding_of_another_class_is_asked(weights, replayed):
                 return -super().forward(input)
 
         answers = []
-        for kind, recording in ((type(embedding), True), (Negated, True), (Negated, False)):
-            embedding.__class__, generator.engine.runner.recording = kind, recording
+        for kind, capturing in ((type(embedding), True), (Negated, True), (Negated, False)):
+            embedding.__class__, generator.engine.runner.capturing = kind, capturing
             outputs = generator.generate([[7, 8, 9]], max_new_tokens=15, **GREEDY)
             answers.append(outputs[0].token_ids)
     assert replayed and answers[0] != answers[1] == answers[2]
@@ -158,23 +158,23 @@ def test_a_hook_registered_in_the_middle_of_an_answer_sees_every_step_from_then_
         handle.remove()
         count = len(seen)
         generator.generate([[7, 8, 9]], max_new_tokens=5, **GREEDY)
-        assert len(seen) == count and generator.engine.runner._recorded._tapes
+        assert len(seen) == count and generator.engine.runner.captured._graphs
 
 
-def test_tapes_and_their_memory_are_bounded(monkeypatch):
-    monkeypatch.setattr(recorded_decodes, "MOST_ROWS", 6)
+def test_graphs_and_their_memory_are_bounded(monkeypatch):
+    monkeypatch.setattr(captured_steps, "MOST_ROWS", 6)
     stock = random_stock(4)
     with ContinuousBatchingGenerator(stock, cache_memory="8MiB", block_size=4) as generator:
-        recorded: RecordedDecodes = generator.engine.runner._recorded
+        captured: CapturedSteps = generator.engine.runner.captured
         sizes = []
         for _ in range(3):
             prompts = random_prompts(random.Random(0), 12, 8)
             generator.generate(prompts, max_new_tokens=list(range(3, 63, 5)), **GREEDY)
-            sizes.append((len(recorded._tapes), recorded.num_bytes))
+            sizes.append((len(captured._graphs), captured.num_bytes))
         assert sizes[0] == sizes[1] == sizes[2] and sizes[0][0] == 6
 
 
-def test_a_change_of_threads_is_another_recording():
+def test_a_change_of_threads_is_another_capturing():
     stock, threads = random_stock(4), torch.get_num_threads()
     prompts = random_prompts(random.Random(3), 3, 8)
     expected = [stock_greedy(stock, p, 9) for p in prompts]
@@ -185,10 +185,10 @@ def test_a_change_of_threads_is_another_recording():
                 assert [o.token_ids for o in generator.generate(prompts, max_new_tokens=9, **GREEDY)] == expected
         finally:
             torch.set_num_threads(threads)
-        assert {key[1] for key in generator.engine.runner._recorded._tapes} == {1, 3}
+        assert {key[1] for key in generator.engine.runner.captured._graphs} == {1, 3}
 
 
 def test_kernels_torch_records_nothing():
     with ContinuousBatchingGenerator(random_stock(4), cache_memory="4MiB", kernels="torch") as generator:
         generator.generate([[5, 6]], max_new_tokens=4, **GREEDY)
-        assert generator.engine.runner._recorded is None and ModelRunner.recording
+        assert generator.engine.runner.captured is None and ModelRunner.capturing

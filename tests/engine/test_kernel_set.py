@@ -13,7 +13,7 @@ from torch.utils.cpp_extension import get_cxx_compiler
 
 from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.model.quantization import quantize
-from lfm2_cb.ops.native.library import NativeKernels
+from lfm2_cb.ops.native import NativeKernels
 
 pytestmark = pytest.mark.skipif(shutil.which(get_cxx_compiler()) is None, reason="no C++ compiler")
 GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 12}

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from lfm2_cb.ops.native import library as native
+from lfm2_cb.ops import native
+from lfm2_cb.ops.native.instruction_sets import ISAS
 
 
-@pytest.fixture(params=list(native.ISAS))
+@pytest.fixture(params=list(ISAS))
 def kernels(request):
     """The library by each instruction set in turn."""
     loaded = native.load()

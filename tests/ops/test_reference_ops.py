@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lfm2_cb import ContinuousBatchingGenerator
+from lfm2_cb.ops import native
 from lfm2_cb.ops.attention.cascade import SharedPrefix, cascade_attention
 from lfm2_cb.ops.attention.reference import paged_attention
 from lfm2_cb.ops.kernel_set import KernelSet
@@ -19,7 +20,7 @@ from lfm2_cb.ops.linear.dense import (
     many_rows_linear,
     transposed_linear,
 )
-from lfm2_cb.ops.native import library as native
+from lfm2_cb.ops.native.instruction_sets import ISAS
 from lfm2_cb.ops.short_conv import ragged_short_conv
 
 
@@ -124,7 +125,7 @@ def test_training_keeps_the_plain_product():
     assert layer.weight.grad is not None and layer(torch.randn(2, 3, 8)).shape == (2, 3, 8)
 
 
-@pytest.mark.parametrize("isa", native.ISAS)
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("product", [few_rows_linear, many_rows_linear])
 def test_products_by_the_native_kernels(isa, dtype, product):
@@ -149,7 +150,7 @@ def test_products_by_the_native_kernels(isa, dtype, product):
         torch.testing.assert_close(got.double(), exact, rtol=rounding, atol=1e-5 * inner**0.5)
 
 
-@pytest.mark.parametrize("isa", native.ISAS)
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("inner", [1, 70, 1024])
 def test_a_row_of_few_in_fp32_does_not_depend_on_the_others(isa, inner):
     try:

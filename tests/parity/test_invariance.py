@@ -242,7 +242,7 @@ def test_bf16_engine_error_is_no_larger_than_stocks(references):
     engine = make_engine(as_lfm2_cb(stock), blocks=100, block_size=16, max_batch_tokens=4096, max_sequences=16)
     for i, prompt in enumerate(prompts):
         engine.add(Request(i, prompt, 1, params=SamplingParams()))
-    engine._take_in()
+    engine._drain_inbox()
     logits = engine.runner.run(engine.scheduler.schedule())
     our_error = sum((row - e).abs().mean() for row, e in zip(logits, exact, strict=True))
     assert 0 < our_error <= 1.1 * stock_error

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ..linear.int8 import round_to_bf16
-from ..native.library import NativeKernels
+from ..native import NativeKernels
 
 
 @dataclass(frozen=True)

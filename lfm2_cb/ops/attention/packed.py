@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..native.library import NativeKernels
+from ..native import NativeKernels
 from .kv_blocks import Int8Blocks, KVBlocks, gather
 from .reference import causal_attention
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..native.library import NativeKernels
+from ..native import NativeKernels
 
 
 @functools.cache

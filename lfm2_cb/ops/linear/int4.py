@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..native.library import NativeKernels
+from ..native import NativeKernels
 from .int8 import round_to_bf16
 
 #: input features that share a scale

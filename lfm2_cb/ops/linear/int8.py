@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..native.library import NativeKernels
+from ..native import NativeKernels
 
 #: output features whose weights lie together, four inputs of each after another; inputs that share a scale; and what
 #: inputs are padded to. PANEL and GROUP in csrc/linear/int8.h

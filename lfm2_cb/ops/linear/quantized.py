@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..native.library import NativeKernels, resolve_kernels
+from ..native import NativeKernels, resolve_kernels
 from .int4 import Int4Weights
 from .int8 import PANEL, Int8Weights, quantize_inputs
 from .table import INT4, INT8, product

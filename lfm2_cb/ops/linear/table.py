@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..native.library import NativeKernels
+from ..native import NativeKernels
 from .dense import few_rows_linear, has_bf16_units, many_rows_linear, matrix_linear, packed_matrix_linear, torch_linear
 from .int4 import native_linear_int4
 from .int8 import matrix_linear_int8, native_linear_int8

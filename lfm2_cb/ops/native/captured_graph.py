@@ -1,4 +1,4 @@
-"""A computation recorded as the native calls it makes, and run again without Python: what CUDA graphs are on a GPU.
+"""A computation captured as the native calls it makes, and replayed without Python: what CUDA graphs are on a GPU.
 
 Between two products of a decode step Python takes longer than the kernels there. A step of as many rows as one before
 makes the same calls on the same memory, but for what was put into its input tensors: so the calls are kept, and made
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .library import NativeKernels
+from .kernels import NativeKernels
 
 _aten = torch.ops.aten
 #: what makes a tensor without filling it
@@ -26,9 +26,9 @@ _EMPTY = frozenset((_aten.empty, _aten.empty_like, _aten.new_empty))
 
 
 class Arena:
-    """Memory for what recorded computations make on their way, kept for as long as the arena is.
+    """Memory for the intermediate tensors of captured graphs, kept for as long as the arena is.
 
-    A block is free again when the tensor in it is gone. Tapes that never run at the same time share it, so it is as
+    A block is free again when the tensor in it is gone. Graphs that never run at the same time share it, so it is as
     large as the largest of them needs.
     """
 
@@ -66,16 +66,16 @@ class Arena:
         return torch.from_numpy(block[: tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
 
 
-class Tape:
+class CapturedGraph:
     """The native calls of one computation, its result, and all it took from elsewhere.
 
     Attributes:
-        output: what the computation returned, to be read before another tape on the arena runs.
-        unrecorded: the first thing it did that no native call did, and a tape therefore cannot do again; or None.
+        output: what the computation returned, to be read before another graph on the arena runs.
+        not_captured: the first thing it did that no native call did, and a replay therefore cannot do; or None.
     """
 
     output: torch.Tensor
-    unrecorded: str | None = None
+    not_captured: str | None = None
 
     def __init__(self, native: NativeKernels, arena: Arena) -> None:
         self._native, self._arena = native, arena
@@ -83,26 +83,26 @@ class Tape:
         self._args: list[int] = []
         self._inputs: list[torch.Tensor] = []  # kept alive
 
-    def record(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run the computation, in this thread, and keep its calls."""
+    def capture(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run the computation, in this thread, and keep its calls. Returns: its result."""
         thread = threading.get_ident()
-        self._native.listeners[thread] = self._heard
+        self._native.recorders[thread] = self._record_call
         try:
-            with _Watch(self):
+            with _Capturing(self):
                 output = compute()
         finally:
-            del self._native.listeners[thread]
+            del self._native.recorders[thread]
         self._finish()
         if output in self._arena:
             self.output = self._arena.same(output)
         else:
-            self.unrecorded = self.unrecorded or "the result"
+            self.not_captured = self.not_captured or "the result"
         return output
 
-    def _heard(self, native: NativeKernels, name: str, args: tuple[Any, ...], values: list[Any]) -> None:
+    def _record_call(self, native: NativeKernels, name: str, args: tuple[Any, ...], values: list[Any]) -> None:
         kernel = native.address(f"replay_{name}")
         if not kernel:
-            self.unrecorded = self.unrecorded or name
+            self.not_captured = self.not_captured or name
         self._calls += kernel, len(self._args)
         self._args += [_bits(value) for value in values]
         self._inputs += [a for a in args if isinstance(a, torch.Tensor) and a not in self._arena]
@@ -124,12 +124,12 @@ def _bits(value: int | float | None) -> int:
     return struct.unpack("q", struct.pack("d", value))[0] if isinstance(value, float) else int(value or 0)
 
 
-class _Watch(TorchDispatchMode):
-    """Gives a tape's computation its memory from the arena, and notes what is done by anything but native calls."""
+class _Capturing(TorchDispatchMode):
+    """Gives a graph's computation its memory from the arena, and notes what is done by anything but native calls."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, graph: CapturedGraph) -> None:
         super().__init__()
-        self._tape = tape
+        self._graph = graph
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -137,10 +137,10 @@ class _Watch(TorchDispatchMode):
             made = func(*args, **{**kwargs, "device": "meta"})
             asked = kwargs.get("device") or (args[0].device if isinstance(args[0], torch.Tensor) else "cpu")
             if torch.device(asked).type == "cpu" and made.is_contiguous():
-                return self._tape._arena.empty(made.shape, made.dtype)
+                return self._graph._arena.empty(made.shape, made.dtype)
         result = func(*args, **kwargs)
         if func._schema.is_mutable or not _is_view(result, args):
-            self._tape.unrecorded = self._tape.unrecorded or str(func)
+            self._graph.not_captured = self._graph.not_captured or str(func)
         return result
 
 

@@ -14,8 +14,9 @@ from test_packed import Case
 
 from lfm2_cb.ops.attention.packed import PAIR_ISAS, PackedSequences
 from lfm2_cb.ops.attention.reference import paged_attention
+from lfm2_cb.ops.native import NativeKernels, build
 from lfm2_cb.ops.native import library as native
-from lfm2_cb.ops.native.library import NativeKernels, addition_is_right, decode_attention_is_right
+from lfm2_cb.ops.native.self_check import addition_is_right, decode_attention_is_right
 
 COMPILER = shutil.which(torch.utils.cpp_extension.get_cxx_compiler())
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -46,9 +47,9 @@ def emulation(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emulation")
     flags = ["-O1", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared"]
     for source in SOURCES:
-        path = next(native.SOURCES.rglob(source))
-        defines = ["-DEMULATED", "-DISA=emulated", "-I", str(native.SOURCES)]
-        native._run([COMPILER, *flags, *defines, str(path), "-o", str(folder / source)])
+        path = next(build.SOURCES.rglob(source))
+        defines = ["-DEMULATED", "-DISA=emulated", "-I", str(build.SOURCES)]
+        build._run([COMPILER, *flags, *defines, str(path), "-o", str(folder / source)])
     return [ctypes.CDLL(str(folder / source)) for source in SOURCES]
 
 

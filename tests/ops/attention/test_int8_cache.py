@@ -9,16 +9,17 @@ from helpers import random_config
 from transformers import Lfm2Config
 
 from lfm2_cb.model.hybrid_cache import CachePlan, HybridCache
+from lfm2_cb.ops import native
 from lfm2_cb.ops.attention.cascade import SharedPrefix, cascade_attention, shared_blocks
 from lfm2_cb.ops.attention.kv_blocks import Int8Blocks, copy_block, gather, make_blocks, write_rows
 from lfm2_cb.ops.attention.packed import PAIR_ISAS, SDPA_KEYS, SDPA_QUERIES, PackedSequences
 from lfm2_cb.ops.attention.reference import paged_attention
-from lfm2_cb.ops.native import library as native
+from lfm2_cb.ops.native.instruction_sets import ISAS
 
 has_compiler = shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is not None
 
 
-@pytest.fixture(params=["torch", *native.ISAS])
+@pytest.fixture(params=["torch", *ISAS])
 def kernels(request):
     """None: the torch reference."""
     if request.param == "torch":

@@ -17,8 +17,10 @@ from lfm2_cb.ops.linear.dense import PackedLinear, matrix_linear, packed_matrix_
 from lfm2_cb.ops.linear.int8 import Int8Weights, matrix_linear_int8, native_linear_int8
 from lfm2_cb.ops.linear.quantized import QuantizedLinear
 from lfm2_cb.ops.linear.table import DENSE, products
+from lfm2_cb.ops.native import NativeKernels, build
 from lfm2_cb.ops.native import library as native
-from lfm2_cb.ops.native.library import NativeKernels, addition_is_right
+from lfm2_cb.ops.native.instruction_sets import EMULATED, ISAS
+from lfm2_cb.ops.native.self_check import addition_is_right
 
 pytestmark = pytest.mark.skipif(
     shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
@@ -193,14 +195,14 @@ def instructions(tmp_path_factory):
     if sys.platform != "linux" or "amx" in supported or "avx2" not in supported:
         pytest.skip("not Linux, or no AVX2, or AMX is there")
     folder, compiler = tmp_path_factory.mktemp("amx"), torch.utils.cpp_extension.get_cxx_compiler()
-    if "amx" not in native._known_isas(compiler, folder):
+    if "amx" not in build._known_isas(compiler, folder):
         pytest.skip("the compiler knows no AMX")
-    flags = [*native.FLAGS, *native.ISAS["avx2"], "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-DISA=amx"]
-    flags += ["-I", str(native.SOURCES)]
-    sources = [str(native.SOURCES / "linear" / name) for name in native.EMULATED["amx"]]
-    native._run([compiler, *flags, "-shared", *sources, "-o", str(folder / "amx")])
+    flags = [*build.FLAGS, *ISAS["avx2"], "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-DISA=amx"]
+    flags += ["-I", str(build.SOURCES)]
+    sources = [str(build.SOURCES / "linear" / name) for name in EMULATED["amx"]]
+    build._run([compiler, *flags, "-shared", *sources, "-o", str(folder / "amx")])
     trap_source = Path(__file__).parent / "amx_trap.cpp"
-    native._run([compiler, *flags, "-shared", str(trap_source), "-o", str(folder / "amx_trap")])
+    build._run([compiler, *flags, "-shared", str(trap_source), "-o", str(folder / "amx_trap")])
     trap = ctypes.CDLL(str(folder / "amx_trap"))
     trap.begin_trap()
     yield Instructions(ctypes.CDLL(str(folder / "amx")))
@@ -286,9 +288,9 @@ def fresh():
 ALL = ("plain", "avx2", "avx512", "amx")
 
 
-@pytest.mark.skipif("amx" not in native.ISAS, reason="not x86")
+@pytest.mark.skipif("amx" not in ISAS, reason="not x86")
 def test_wrong_results_go_back_to_the_next_instruction_set_with_one_warning(monkeypatch, fresh):
-    monkeypatch.setattr(native, "build", lambda: "library")
+    monkeypatch.setattr(native, "build_library", lambda: "library")
     monkeypatch.setattr(native.ctypes, "CDLL", lambda _: Library(*ALL))
     warnings = []
     monkeypatch.setattr(native.logger, "warning", lambda message, *args: warnings.append(message % args))
@@ -323,9 +325,9 @@ def test_the_check_sees_what_is_wrong(monkeypatch):
     assert not addition_is_right(Silent())
 
 
-@pytest.mark.skipif("amx" not in native.ISAS, reason="not x86")
+@pytest.mark.skipif("amx" not in ISAS, reason="not x86")
 def test_what_adds_to_an_addition_goes_back_step_by_step(monkeypatch, fresh):
-    monkeypatch.setattr(native, "build", lambda: "library")
+    monkeypatch.setattr(native, "build_library", lambda: "library")
     monkeypatch.setattr(native.ctypes, "CDLL", lambda _: Library("plain", "avx2", "avxvnni", "avx512", "vnni", "amx"))
     monkeypatch.setattr(native, "addition_is_right", lambda kernels: kernels.isa == "vnni")
     assert native.load().isa == "vnni"
@@ -354,25 +356,25 @@ def test_the_check_sees_wrong_integers(isa):
     assert addition_is_right(AsVnni(0)) and not addition_is_right(AsVnni(0.05))
 
 
-@pytest.mark.skipif("amx" not in native.ISAS, reason="not x86")
+@pytest.mark.skipif("amx" not in ISAS, reason="not x86")
 @pytest.mark.parametrize("flag", ["-mno-such-unit", "-Wa,--no-such-option"], ids=["compiler", "assembler"])
 def test_an_old_compiler_builds_without_them(flag, tmp_path, monkeypatch):
-    monkeypatch.setattr(native, "ISAS", {"plain": (), "amx": (flag,)})
+    monkeypatch.setattr(build, "ISAS", {"plain": (), "amx": (flag,)})
     for name in ("arch", "core"):
-        shutil.copytree(native.SOURCES / name, tmp_path / "csrc" / name)
-    library = native.ctypes.CDLL(str(native.build(tmp_path / "csrc", tmp_path)))
+        shutil.copytree(build.SOURCES / name, tmp_path / "csrc" / name)
+    library = ctypes.CDLL(str(build.build_library(tmp_path / "csrc", tmp_path)))
     assert NativeKernels(library).supported == ("plain",)
 
 
-@pytest.mark.skipif("amx" not in native.ISAS, reason="not x86")
+@pytest.mark.skipif("amx" not in ISAS, reason="not x86")
 def test_what_this_processor_has_not_compiles_too(tmp_path):
     """The library holds what the processor has; the rest is compiled here, and not run."""
     compiler = torch.utils.cpp_extension.get_cxx_compiler()
     commands = [
-        [*native.compile_command(compiler, isa, source), "-O1", "-o", str(tmp_path / "x.o")]
-        for isa in native._known_isas(compiler, tmp_path)
+        [*build.compile_command(compiler, isa, source), "-O1", "-o", str(tmp_path / "x.o")]
+        for isa in build._known_isas(compiler, tmp_path)
         if isa not in native.load().supported
-        for source in native.sources_for(isa)
+        for source in build.sources_for(isa)
     ]
     for command in commands:
-        native._run(command)
+        build._run(command)

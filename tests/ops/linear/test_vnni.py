@@ -11,8 +11,9 @@ from torch.utils.cpp_extension import get_cxx_compiler
 
 from lfm2_cb.ops.linear.int8 import Int8Weights
 from lfm2_cb.ops.linear.quantized import native_linear
+from lfm2_cb.ops.native import NativeKernels, build
 from lfm2_cb.ops.native import library as native
-from lfm2_cb.ops.native.library import NativeKernels
+from lfm2_cb.ops.native.instruction_sets import ISAS
 
 
 class Instructions(NativeKernels):
@@ -34,11 +35,11 @@ def trap(tmp_path_factory):
     if "avx2" not in supported or "avxvnni" in supported:
         pytest.skip("no AVX2, or VNNI is there")
     folder, compiler = tmp_path_factory.mktemp("vnni"), get_cxx_compiler()
-    if "avxvnni" not in native._known_isas(compiler, folder):
+    if "avxvnni" not in build._known_isas(compiler, folder):
         pytest.skip("the compiler knows no VNNI")
-    flags = [*native.FLAGS, *native.ISAS["avxvnni"], "-I", str(native.SOURCES), "-DISA=avxvnni", "-shared"]
-    for source in (native.SOURCES / "linear" / "int8.cpp", Path(__file__).parent / "vnni_trap.cpp"):
-        native._run([compiler, *flags, str(source), "-o", str(folder / source.stem)])
+    flags = [*build.FLAGS, *ISAS["avxvnni"], "-I", str(build.SOURCES), "-DISA=avxvnni", "-shared"]
+    for source in (build.SOURCES / "linear" / "int8.cpp", Path(__file__).parent / "vnni_trap.cpp"):
+        build._run([compiler, *flags, str(source), "-o", str(folder / source.stem)])
     yield ctypes.CDLL(str(folder / "vnni_trap")), Instructions(ctypes.CDLL(str(folder / "int8")))
 
 

@@ -1,4 +1,4 @@
-"""Recorded native calls, run again: the same results from new inputs, in memory that no two living tensors share."""
+"""Captured native calls, replayed: the same results from new inputs, in memory that no two living tensors share."""
 
 import gc
 import shutil
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lfm2_cb.ops.linear.dense import few_rows_linear
-from lfm2_cb.ops.native.captured_graph import Arena, Tape
+from lfm2_cb.ops.native import Arena, CapturedGraph
 from lfm2_cb.ops.pointwise import add, rms_norm, rotary, swiglu
 
 pytestmark = pytest.mark.skipif(
@@ -32,20 +32,20 @@ def inputs(dtype, rows=3, width=16):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_tape_computes_what_the_calls_would_from_what_is_in_the_inputs_now(kernels, dtype):
+def test_a_graph_computes_what_the_calls_would_from_what_is_in_the_inputs_now(kernels, dtype):
     x, positions, weights = inputs(dtype)
     norm = torch.randn(16, dtype=dtype)
     arena = Arena()
-    tape = Tape(kernels, arena)
-    recorded = tape.record(lambda: network(kernels, x, weights, norm, positions))
-    assert tape.unrecorded is None
-    assert torch.equal(recorded, network(kernels, x, weights, norm, positions))
+    graph = CapturedGraph(kernels, arena)
+    captured = graph.capture(lambda: network(kernels, x, weights, norm, positions))
+    assert graph.not_captured is None
+    assert torch.equal(captured, network(kernels, x, weights, norm, positions))
     for _ in range(3):
         x.copy_(torch.randn_like(x))
         positions.random_(0, 5000)
         weights[3].mul_(-1)  # the weights themselves are read anew as well
         expected = network(kernels, x, weights, norm, positions)
-        assert torch.equal(tape.replay(), expected)
+        assert torch.equal(graph.replay(), expected)
 
 
 def test_an_arena_lends_again_what_has_come_back_and_nothing_else(kernels):
@@ -53,8 +53,8 @@ def test_an_arena_lends_again_what_has_come_back_and_nothing_else(kernels):
     norm, arena = torch.ones(16), Arena()
     sizes = []
     for _ in range(3):
-        tape = Tape(kernels, arena)
-        tape.record(lambda: network(kernels, x, weights, norm, positions))
+        graph = CapturedGraph(kernels, arena)
+        graph.capture(lambda: network(kernels, x, weights, norm, positions))
         gc.collect()
         sizes.append(arena.num_bytes)
     made = 20 * (3 * 32 + 3 * 3 * 16) * 4
@@ -83,22 +83,22 @@ def test_what_no_native_call_does_is_noticed(kernels):
         "the result": lambda: w,
     }
     for name, compute in cases.items():
-        tape = Tape(kernels, Arena())
-        tape.record(compute)
-        assert tape.unrecorded is not None and tape.unrecorded.startswith(name)
-    views = Tape(kernels, Arena())
-    views.record(
+        graph = CapturedGraph(kernels, Arena())
+        graph.capture(compute)
+        assert graph.not_captured is not None and graph.not_captured.startswith(name)
+    views = CapturedGraph(kernels, Arena())
+    views.capture(
         lambda: add(product().view(4, 8)[1:, None, :].float().contiguous().flatten(1), x.view(4, 8)[1:], kernels)
     )
-    assert views.unrecorded is None
-    copies = Tape(kernels, Arena())
-    copies.record(lambda: add(product().t(), x.t(), kernels))
-    assert copies.unrecorded == "aten.clone.default"
+    assert views.not_captured is None
+    copies = CapturedGraph(kernels, Arena())
+    copies.capture(lambda: add(product().t(), x.t(), kernels))
+    assert copies.not_captured == "aten.clone.default"
 
 
-def test_other_threads_calls_are_not_recorded(kernels):
+def test_other_threads_calls_are_not_captured(kernels):
     x, w = torch.randn(2, 16), torch.randn(16, 16)
-    tape = Tape(kernels, Arena())
+    graph = CapturedGraph(kernels, Arena())
 
     def compute():
         other = threading.Thread(target=lambda: few_rows_linear(kernels, -x, w))
@@ -106,6 +106,6 @@ def test_other_threads_calls_are_not_recorded(kernels):
         other.join()
         return few_rows_linear(kernels, x, w)
 
-    tape.record(compute)
-    assert len(tape._call_array) == 1 and not kernels.listeners
-    assert torch.equal(tape.replay(), few_rows_linear(kernels, x, w))
+    graph.capture(compute)
+    assert len(graph._call_array) == 1 and not kernels.recorders
+    assert torch.equal(graph.replay(), few_rows_linear(kernels, x, w))

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from lfm2_cb import ContinuousBatchingGenerator
+from lfm2_cb.ops.native import NativeUnavailable, build, resolve_kernels
 from lfm2_cb.ops.native import library as native
-from lfm2_cb.ops.native.library import NativeUnavailable, build, cache_directory, resolve_kernels
+from lfm2_cb.ops.native.build import build_library, cache_directory
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
@@ -39,32 +40,32 @@ def fresh(monkeypatch):
 
 @needs_compiler
 def test_a_library_is_built_once_and_again_when_its_source_changes(small_sources, tmp_path):
-    first = build(small_sources, tmp_path)
+    first = build_library(small_sources, tmp_path)
     made = first.stat().st_mtime_ns
-    assert build(small_sources, tmp_path) == first and first.stat().st_mtime_ns == made
+    assert build_library(small_sources, tmp_path) == first and first.stat().st_mtime_ns == made
     (small_sources / "one.cpp").write_text("static int one;")
-    assert build(small_sources, tmp_path) != first
+    assert build_library(small_sources, tmp_path) != first
     assert not list(tmp_path.glob("build-*"))
 
 
 @needs_compiler
 def test_a_tampered_library_is_not_loaded_but_built_again(small_sources, tmp_path):
-    library = build(small_sources, tmp_path)
+    library = build_library(small_sources, tmp_path)
     whole = library.read_bytes()
     library.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    assert build(small_sources, tmp_path) == library
+    assert build_library(small_sources, tmp_path) == library
     assert library.read_bytes() != whole[:-1] + bytes([whole[-1] ^ 1])
-    assert library.with_suffix(".sha256").read_text() == native._hash(library)
+    assert library.with_suffix(".sha256").read_text() == build._hash(library)
     library.with_suffix(".sha256").unlink()
-    build(small_sources, tmp_path)
+    build_library(small_sources, tmp_path)
     assert library.with_suffix(".sha256").exists()
 
 
 @needs_compiler
 def test_builders_who_race_leave_one_whole_library(small_sources, tmp_path):
     script = (
-        "import sys; from pathlib import Path; from lfm2_cb.ops.native.library import build; import ctypes;"
-        "ctypes.CDLL(str(build(Path(sys.argv[1]), Path(sys.argv[2])))).one_plain()"
+        "import sys; from pathlib import Path; from lfm2_cb.ops.native.build import build_library; import ctypes;"
+        "ctypes.CDLL(str(build_library(Path(sys.argv[1]), Path(sys.argv[2])))).one_plain()"
     )
     command = [sys.executable, "-c", script, str(small_sources), str(tmp_path)]
     racers = [subprocess.Popen(command) for _ in range(3)]
@@ -76,7 +77,7 @@ def test_builders_who_race_leave_one_whole_library(small_sources, tmp_path):
 def test_a_source_that_does_not_compile_says_so_and_leaves_nothing(small_sources, tmp_path):
     (small_sources / "one.cpp").write_text("#error not today")
     with pytest.raises(NativeUnavailable, match="not today"):
-        build(small_sources, tmp_path)
+        build_library(small_sources, tmp_path)
     assert [path for path in tmp_path.iterdir() if path != small_sources] == []
 
 

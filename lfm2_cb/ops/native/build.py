@@ -1,0 +1,191 @@
+"""Builds the native library: `ops/csrc`, compiled on first use for every instruction set, and kept.
+
+Every source is compiled once per entry of `ISAS`, but as `ADDITIONS` and `EMULATED` say, and all of it linked into one
+library. It includes no torch header: a kernel is a C function of pointers, `int64_t`, `double` and, last, the number
+of threads, declared with `KERNEL(name)` from `csrc/core/simd.h`. So a build takes seconds, needs nothing but a C++
+compiler, and outlives no ABI.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.utils.cpp_extension import get_cxx_compiler
+
+from .instruction_sets import ADDITIONS, EMULATED, EMULATORS, ISAS
+
+logger = logging.getLogger("transformers.lfm2_cb")
+
+SOURCES = Path(__file__).parents[1] / "csrc"
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-fopenmp",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-ffp-contract=fast",
+    "-Wall",
+)
+
+
+class NativeUnavailable(RuntimeError):
+    """The native kernels cannot be had here; says why."""
+
+
+def cache_directory() -> Path:
+    """Where built libraries are kept: `$XDG_CACHE_HOME/lfm2_cb` or `~/.cache/lfm2_cb`, for this user alone.
+
+    A directory that others may write to, or that cannot be made, is not used: a fresh temporary one is instead.
+    """
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    path = Path(root, "lfm2_cb")
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = path.lstat()
+        mine = not path.is_symlink() and (os.name != "posix" or status.st_uid == os.geteuid())
+        if mine and not status.st_mode & 0o022 and os.access(path, os.W_OK):
+            return path
+        logger.warning("lfm2_cb: %s is not this user's alone to write to; building in a temporary directory", path)
+    except OSError as error:
+        logger.warning("lfm2_cb: no cache directory (%s); building in a temporary one", error)
+    path = Path(tempfile.mkdtemp(prefix="lfm2_cb-"))  # 0700
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def build_library(sources: Path = SOURCES, directory: Path | None = None) -> Path:
+    """The library made of a folder of sources: from the cache where it is there and whole, else compiled.
+
+    Its name holds a hash of all it is made from; a file beside it holds the hash of its content. Both are moved into
+    place when they are complete, so that builders who race and builders who die do no harm.
+
+    Raises: NativeUnavailable: no compiler, or it failed.
+    """
+    compiler = shutil.which(get_cxx_compiler())
+    if compiler is None:
+        raise NativeUnavailable(f"no C++ compiler ({get_cxx_compiler()}; set CXX to name one)")
+    directory = directory or cache_directory()
+    library = directory / f"native-{_key(sources, compiler)}.so"
+    checksum = library.with_suffix(".sha256")
+    if library.is_file() and checksum.is_file() and checksum.read_text() == _hash(library):
+        return library
+    logger.info("lfm2_cb: building the native kernels, once, into %s", directory)
+    with tempfile.TemporaryDirectory(prefix="build-", dir=directory) as scratch:
+        built = _compile(compiler, sources, Path(scratch))
+        noted = Path(scratch, "sha256")
+        noted.write_text(_hash(built))
+        os.replace(built, library)
+        os.replace(noted, checksum)
+    return library
+
+
+def _key(sources: Path, compiler: str) -> str:
+    flags = repr((FLAGS, ISAS, ADDITIONS, EMULATED, EMULATORS))
+    parts = [compiler, _run([compiler, "--version"]), torch.__version__, platform.machine(), _processor(), flags]
+    files = sorted(path for path in sources.rglob("*") if path.is_file())
+    parts += [f"{path.relative_to(sources)}\n{path.read_text('utf-8')}" for path in files]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _processor() -> str:
+    """What tells processors apart by their instruction sets, as machines may share a cache."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith("flags"))
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _compile(compiler: str, sources: Path, scratch: Path) -> Path:
+    """Every source for every instruction set of this processor, as many at a time as there are threads, then one
+    library."""
+    known = _known_isas(compiler, scratch)
+    _run([compiler, "-shared", *map(str, known.values()), "-o", str(scratch / "supported.so")])
+    asked = ctypes.CDLL(str(scratch / "supported.so"))
+    jobs = {
+        scratch / f"{source.stem}.{isa}.o": compile_command(compiler, isa, source, sources)
+        for isa in known
+        if getattr(asked, f"supported_{isa}")()
+        for source in sources_for(isa, sources)
+    }
+    commands = [[*command, "-o", str(target)] for target, command in jobs.items()]
+    width = torch.get_num_threads()
+    for i in range(0, len(commands), width):
+        _run_all(commands[i : i + width])
+    library = scratch / "library.so"
+    # libgomp comes with torch under the same name: what is already loaded is used, so there is one pool of threads.
+    _run([compiler, "-shared", "-fopenmp", *map(str, jobs), "-o", str(library)])
+    return library
+
+
+def compile_command(compiler: str, isa: str, source: Path, sources: Path = SOURCES) -> list[str]:
+    """What compiles a source for an instruction set, but for where it goes."""
+    return [compiler, *FLAGS, *ISAS[isa], "-I", str(sources), f"-DISA={isa}", "-c", str(source)]
+
+
+def sources_for(isa: str, sources: Path = SOURCES) -> list[Path]:
+    """Those of a folder that are compiled for an instruction set."""
+    emulated = {name for names in EMULATED.values() for name in names}
+    return [
+        source
+        for source in sorted(sources.rglob("*.cpp"))
+        if (source.name in ADDITIONS[isa][1] if isa in ADDITIONS else isa in EMULATORS or source.name not in emulated)
+    ]
+
+
+def _known_isas(compiler: str, scratch: Path) -> dict[str, Path]:
+    """The instruction sets that this compiler can be asked for, with what it makes of features.cpp."""
+    known = {}
+    for isa, flags in ISAS.items():
+        target = scratch / f"supported.{isa}.o"
+        try:
+            _run([*compile_command(compiler, isa, SOURCES / "arch" / "features.cpp"), "-o", str(target)])
+            known[isa] = target
+        except NativeUnavailable as error:
+            if not flags:
+                raise
+            logger.info("lfm2_cb: the native kernels are built without %s: %s", isa, error)
+    return known
+
+
+def _run_all(commands: Sequence[Sequence[str]]) -> list[str]:
+    """Run commands side by side; their output. Raises: NativeUnavailable: one failed, with what it said."""
+    running: list[subprocess.Popen[str]] = []
+    try:
+        for command in commands:
+            running.append(
+                subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+                )
+            )
+        outputs = [process.communicate()[0] for process in running]
+    except OSError as error:
+        raise NativeUnavailable(f"{commands[len(running)][0]} does not run: {error}") from error
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+    for process, output in zip(running, outputs, strict=True):
+        if process.returncode:
+            raise NativeUnavailable(f"{' '.join(process.args)} failed: {output.strip()[-500:]}")  # type: ignore[arg-type]
+    return outputs
+
+
+def _run(command: Sequence[str]) -> str:
+    return _run_all([command])[0]

@@ -1,0 +1,35 @@
+"""The instruction sets that kernels are compiled for, and which sources each is worth compiling."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+
+AVX2 = ("-mavx2", "-mfma")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512")
+AVX512_BF16 = (*AVX512, "-mavx512vnni", "-mavx512bf16")
+#: instruction set → the compiler's flags for it, best last; a kernel `f` is there as `f_plain`, `f_avx2`, …
+ISAS: Mapping[str, tuple[str, ...]] = (
+    {
+        "plain": (),
+        "avx2": AVX2,
+        "avxvnni": (*AVX2, "-mavxvnni"),  # multiplying integers and adding them in one operation: csrc/arch/x86/dot.h
+        "avx512": AVX512,
+        "vnni": (*AVX512, "-mavx512vnni"),  # the same
+        "avx512bf16": AVX512_BF16,  # products of pairs of bf16: csrc/arch/x86/lanes.h
+        "amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # matrix units: csrc/arch/x86/tiles.h
+    }
+    if platform.machine().lower() in ("x86_64", "amd64")
+    else {"plain": ()}
+)
+#: sources that are of use for one instruction set alone; and those that have them too, by an emulation, so that they
+#: can be tested: without and with fused multiply-add
+EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx_in_place.cpp", "amx_packed.cpp", "amx_int8.cpp")}
+EMULATORS = ("plain", "avx2")
+#: an instruction set that adds to another: which, and the sources that are compiled for it; the rest is the other's
+ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "avxvnni": ("avx2", ("int8.cpp", "features.cpp")),
+    "vnni": ("avx512", ("int8.cpp", "features.cpp")),
+    "avx512bf16": ("vnni", ("decode_attention.cpp", "features.cpp")),
+    "amx": ("avx512bf16", (*EMULATED["amx"], "features.cpp")),
+}

@@ -1,0 +1,77 @@
+"""NativeKernels: the functions of the native library, called from Python."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Collection
+
+import torch
+
+from .build import NativeUnavailable
+from .instruction_sets import ISAS
+
+#: classes of arguments that go as they are
+PLAIN = frozenset((int, float, bool, type(None)))
+
+
+class NativeKernels:
+    """The library's functions for one instruction set.
+
+    isa: the instruction set. supported: all that this processor and the library have, but for those in `without`,
+    best last.
+    recorders: by thread, what is told of each of its calls, of any instance, before the kernel runs: the kernels, the
+    name, the arguments, and those as the kernel gets them.
+    """
+
+    recorders: dict[int, Callable[[NativeKernels, str, tuple, list], None]] = {}
+
+    def __init__(self, library: ctypes.CDLL, isa: str | None = None, without: Collection[str] = ()) -> None:
+        self._library, self._without = library, without
+        built = [name for name in ISAS if name not in without and hasattr(library, f"supported_{name}")]
+        self.supported = tuple(name for name in built if getattr(library, f"supported_{name}")())
+        self.isa = isa or self.supported[-1]
+        if self.isa not in self.supported:
+            raise NativeUnavailable(f"this processor has no {self.isa}, only {', '.join(self.supported)}")
+        self._functions: dict[str, ctypes._NamedFuncPointer] = {}
+
+    def using(self, isa: str) -> NativeKernels:
+        """The same library, by another instruction set. Raises: NativeUnavailable."""
+        return NativeKernels(self._library, isa, self._without)
+
+    def without(self, isa: str) -> NativeKernels:
+        """The same library, by the best of the other instruction sets."""
+        return NativeKernels(self._library, without=(*self._without, isa))
+
+    def call(self, name: str, *args: torch.Tensor | int | float | None) -> None:
+        """Run a kernel: tensors go as pointers (they must be contiguous as the kernel says), None as a null pointer,
+        ints as int64_t, floats as double; torch's number of threads goes last."""
+        function = self._functions.get(name)
+        if function is None:  # a kernel's parameters do not change their kinds from call to call
+            function = self._functions[name] = self._find(name)
+            function.restype, function.argtypes = None, [*map(_c_type, args), ctypes.c_int64]
+        # (`isinstance` asks torch's metaclass, which takes longer than the rest.)
+        pointers = [a if a.__class__ in PLAIN else a.data_ptr() for a in args]  # type: ignore[union-attr]
+        pointers.append(torch.get_num_threads())
+        if self.recorders and (record_call := self.recorders.get(threading.get_ident())):
+            record_call(self, name, args, pointers)
+        function(*pointers)
+
+    def address(self, name: str) -> int:
+        """Of a function of the library for this instruction set; 0: it has none of that name."""
+        try:
+            return ctypes.cast(self._find(name), ctypes.c_void_p).value or 0
+        except AttributeError:
+            return 0
+
+    def _find(self, name: str) -> ctypes._NamedFuncPointer:
+        for isa in reversed(list(ISAS)[: list(ISAS).index(self.isa) + 1]):  # a better one can do what the others can
+            if hasattr(self._library, f"{name}_{isa}"):
+                return getattr(self._library, f"{name}_{isa}")
+        raise AttributeError(f"the native library has no {name}")
+
+
+def _c_type(value: torch.Tensor | int | float | None) -> type:
+    if value is None or isinstance(value, torch.Tensor):
+        return ctypes.c_void_p
+    return ctypes.c_double if isinstance(value, float) else ctypes.c_int64

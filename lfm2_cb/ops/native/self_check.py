@@ -1,0 +1,67 @@
+"""Small cases, by which a library that gives wrong results on this processor is found before it is used."""
+
+from __future__ import annotations
+
+import torch
+
+from .kernels import NativeKernels
+
+
+def addition_is_right(kernels: NativeKernels) -> bool:
+    """Whether small cases of odd shapes come out by what an instruction set adds as they do without it.
+
+    Asked once a process: few processors have these, so the kernels have been run on fewer than the others.
+    """
+    if kernels.address("decode_attention") and not decode_attention_is_right(kernels):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    rows, inner, outputs = 37, 2100, 53  # more inputs than the packed product takes at once
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, inner), (outputs, inner), outputs))
+    x, weight, bias = (tensor.to(torch.bfloat16) for tensor in (x, weight, bias))
+    panels, padded, groups = -(-outputs // 16), -(-inner // 64) * 64, -(-inner // 128)  # as ops/int8.py has them
+    values = torch.randint(-32, 33, (panels, padded // 4, 16, 4), generator=generator, dtype=torch.int8)
+    sums = torch.randint(-4096, 4097, (panels, groups, 16), generator=generator, dtype=torch.int16)
+    scale = torch.rand(outputs, generator=generator).to(x.dtype)
+
+    def linear_int8(kernels: NativeKernels, name: str = "linear_int8") -> torch.Tensor:
+        out = x.new_full((rows, outputs), torch.nan)
+        scratch = torch.empty(64 * padded, dtype=torch.uint8), torch.empty(rows * groups, dtype=torch.float32)
+        kernels.call(name, x, 1, values, sums, scale, bias, *scratch, out, rows, inner, outputs)
+        return out
+
+    if kernels.isa == "avx512bf16":
+        return True
+    if kernels.isa != "amx":
+        return torch.equal(linear_int8(kernels), linear_int8(kernels.without(kernels.isa)))
+    exact = x.double() @ weight.double().T + bias.double()
+    in_fp32 = 2**-20 * (x.double().abs() @ weight.double().abs().T)
+    for name in ("amx_in_place_linear_bf16", "amx_packed_linear_bf16"):
+        out = x.new_full((rows, outputs), torch.nan)
+        kernels.call(name, x, weight, bias, out, rows, inner, outputs)
+        if not ((out - exact).abs() <= 2**-8 * exact.abs() + in_fp32).all():
+            return False
+    return torch.equal(linear_int8(kernels, "amx_linear_int8"), linear_int8(kernels))
+
+
+def decode_attention_is_right(kernels: NativeKernels) -> bool:
+    """Whether attention of single queries over small caches, in bf16 and in 8 bits, comes out as it does otherwise."""
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads, dim, size, num_keys = 6, 2, 64, 16, (1, 70, 1100)
+    counts = [-(-n // size) for n in num_keys]
+    block_ids = torch.randperm(sum(counts), generator=generator)
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    sequences = torch.tensor([[i, 1, 0, n, start] for i, (n, start) in enumerate(zip(num_keys, starts, strict=True))])
+    q = torch.randn(len(num_keys), heads, dim, generator=generator).bfloat16()
+    shape = 2, len(block_ids), kv_heads, size
+    in_bf16 = torch.randn(*shape, dim, generator=generator).bfloat16()
+    in_8_bits = torch.randint(-127, 128, (*shape, dim), generator=generator, dtype=torch.int8)
+    scales = torch.rand(shape, generator=generator).div_(64).bfloat16()
+    sizes = len(sequences), heads, kv_heads, dim, size, heads * dim
+    for caches in ((*in_bf16, None, None), (*in_8_bits, *scales)):
+        out, expected = q.new_full((2, *q.shape), torch.nan)
+        kernels.call("decode_attention", q, *caches, sequences, block_ids, out, None, *sizes, 0, 0.125)
+        others = kernels.without(kernels.isa)
+        others.call("paged_attention", q, *caches, sequences, block_ids, expected, None, *sizes, 1, 0, 0.125)
+        if not ((out - expected).abs() <= 0.02 * expected.abs().amax(-1, keepdim=True)).all():
+            return False
+    return True
