@@ -1,5 +1,6 @@
 """The `lfm2-cb` command: exit statuses, messages, files, pipes."""
 
+import copy
 import importlib.metadata
 import inspect
 import io
@@ -11,6 +12,7 @@ import sys
 import time
 
 import pytest
+import torch
 import transformers
 from helpers import demo_prompts
 from hypothesis import HealthCheck, given, settings
@@ -163,6 +165,15 @@ def test_info_and_bench(capsys):
     said = capsys.readouterr().out
     assert said.startswith("ours ") and "stock " in said and "ratio" in said
     assert main(["bench", MODEL, "--prompts", "0"]) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_runs_in_its_own_dtype(folder, capsys, demo_stock, demo_tokenizer, dtype):
+    copy.deepcopy(demo_stock).to(dtype).save_pretrained("mine")
+    demo_tokenizer.save_pretrained("mine")
+    for said, expected in ([], dtype), (["--dtype", "auto"], dtype), (["--dtype", "float16"], torch.float16):
+        assert main(["info", "mine", "--cache-memory", "16MiB", *said]) == 0
+        assert f"dtype, device  {expected}, cpu" in capsys.readouterr().out
 
 
 def test_version(capsys):

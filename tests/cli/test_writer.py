@@ -147,3 +147,25 @@ def test_row_set_is_a_set(indices):
         rows.add(i)
     assert len(rows) == len(indices) and all(i in rows for i in indices)
     assert not any(i in rows for i in {i + 1 for i in indices} - indices)
+
+
+@settings(deadline=None)
+@given(st.dictionaries(st.integers(0, 100_000), st.integers(0, 2**64 - 1)))
+def test_row_set_knows_digests(digests):
+    rows = RowSet()
+    for i, digest in digests.items():
+        rows.add(i, f"{digest:016x}")
+    rows.add(100_001)
+    assert all(rows.has_digest(i, f"{digest:016x}") for i, digest in digests.items())
+    assert not any(rows.has_digest(i, f"{digest ^ 1:016x}") for i, digest in digests.items())
+    assert not rows.has_digest(100_001, "0" * 15 + "1") and not rows.has_digest(5_000_000, "0" * 16)
+
+
+@pytest.mark.parametrize("digest", [5, "xyz", "0" * 15, []])
+def test_a_line_with_a_digest_that_is_none_is_cut_off(output, digest):
+    write_job(output, [0])
+    whole = output.read_bytes()
+    with output.open("a") as file:
+        file.write(json.dumps({"index": 1, "row_digest": digest}) + "\n")
+    write_job(output, [])
+    assert output.read_bytes() == whole

@@ -15,10 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import ray.data
+import torch
 from helpers import demo_prompts, stock_greedy
 from lfm2_cb.integrations.ray import Lfm2CbPredictor, generate_parquet
 
 import lfm2_cb
+from lfm2_cb.loading import UnsafeCheckpointError
 from lfm2_cb.requests.options import UnsupportedOptionError
 
 MODEL = lfm2_cb.demo_model_path()
@@ -125,6 +127,18 @@ def test_sampled_answers_depend_on_the_seed_and_the_batch(predictor):
     assert first == again and first[4] != first[5]
     other = predictor({"prompt": [[5, 6, 7]] * 2})["generated_text"]
     assert other != first[4:]
+
+
+def test_a_path_is_loaded_as_load_model_does(tmp_path, demo_stock, demo_tokenizer):
+    path = tmp_path / "fp32"
+    demo_stock.save_pretrained(path)
+    demo_tokenizer.save_pretrained(path)
+    for said, expected in ({}, "float32"), ({"dtype": None}, "float32"), ({"dtype": "bfloat16"}, "bfloat16"):
+        made = Lfm2CbPredictor(str(path), generator_kwargs=SMALL, **said)
+        assert made.generator.model.dtype == getattr(torch, expected)
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    with pytest.raises(UnsafeCheckpointError):
+        Lfm2CbPredictor(str(path), generator_kwargs=SMALL)
 
 
 def test_what_cannot_be_honoured_is_refused_when_the_actor_starts(predictor):
