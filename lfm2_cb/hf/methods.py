@@ -99,7 +99,8 @@ def generate_batch(
 
     Args:
         inputs: token ids of each prompt.
-        generate_kwargs: any option of `generate()`, `max_new_tokens` among them (a list: one a prompt).
+        generate_kwargs: any option of `generate()`, `max_new_tokens` among them (a list: one a prompt), and
+            `on_error="return"`, with which a prompt that cannot be run has an output with its error.
     Returns:
         Request id → output, in the order of the inputs; of several returned sequences the parent comes last, as in
         stock. A request that failed alone has its `error`.

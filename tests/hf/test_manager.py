@@ -1,9 +1,12 @@
 """The stock continuous-batching protocol: its names and types, stock's tokens, and nothing silent."""
 
 import asyncio
+import os
 import queue
 import random
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 import lfm2_cb
 from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.engine.config import EngineConfig
+from lfm2_cb.engine.loop import ForkedError
 from lfm2_cb.hf import manager as manager_module
 from lfm2_cb.hf.manager import Lfm2CbManager
 from lfm2_cb.hf.manager_config import HONOURED, INERT, REFUSED, Lfm2CbBatchingConfig
@@ -553,3 +557,36 @@ def test_an_assistant_drafts_through_the_protocol(model, stock):
 def test_a_criterion_that_waits_for_its_own_manager_is_refused(manager):
     name = manager.add_request([5], stopping_criteria=[lambda *_: manager.get_result() is None])
     assert "inside a step" in manager.get_result(name).error
+
+
+def test_a_forked_child_is_refused_at_once(manager):
+    manager.get_result(manager.add_request([5]))
+    with manager._changed:  # a fork may find the lock taken, by a thread that the child does not have
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            said = []
+            for call in (lambda: manager.add_request([5]), manager.get_result):
+                try:
+                    call()
+                except ForkedError:
+                    said.append("refused")
+            os.write(write, " ".join(said).encode())
+            os._exit(0)
+    os.close(write)
+    deadline = time.monotonic() + 60
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    with os.fdopen(read, "rb") as pipe:
+        assert pipe.read() == b"refused refused"
+
+
+def test_a_model_that_moves_while_the_manager_runs_is_refused():
+    model = ours(random_stock(11))
+    with model.continuous_batching_context_manager(generation_config=GREEDY) as manager:
+        manager.get_result(manager.add_request([5]))
+        model.to(torch.bfloat16)
+        with pytest.raises(RuntimeError, match="moved or replaced"):
+            manager.add_request([5])
+        model.to(torch.float32)

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("ray")
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
@@ -150,3 +151,27 @@ def test_what_cannot_be_honoured_is_refused_when_the_actor_starts(predictor):
         )
     with pytest.raises(ValueError, match="no column 'prompt', only text"):
         predictor({"text": ["a"]})
+
+
+def test_what_load_model_refuses_is_refused(tmp_path):
+    config = Path(MODEL, "config.json").read_text("utf-8")
+    (tmp_path / "config.json").write_text(config, "utf-8")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(lfm2_cb.loading.UnsafeCheckpointError, match="pickled"):
+        Lfm2CbPredictor(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}', "utf-8")
+    with pytest.raises(TypeError, match="gpt2"):
+        Lfm2CbPredictor(str(tmp_path))
+
+
+def test_errors_of_prompts_are_columns_unless_asked_to_be_raised():
+    batch = {"prompt": np.array(["It was", ""], dtype=object)}
+    options = {"model": MODEL, "generator_kwargs": SMALL}
+    predictor = Lfm2CbPredictor(**options, generation_kwargs={**GREEDY, "max_new_tokens": 2})
+    answers = predictor({"prompt": np.array([[5, 6], []], dtype=object)})
+    assert answers["num_tokens"].tolist() == [2, 0] and answers["finish_reason"] == ["length", "error"]
+    assert answers["error"][0] == "" and "prompt 1 is empty" in answers["error"][1]
+    strict = Lfm2CbPredictor(**options, generation_kwargs={**GREEDY, "on_error": "raise"})
+    with pytest.raises(ValueError, match="prompt 0 is empty"):
+        strict({"prompt": np.array([[]], dtype=object)})
+    assert strict(batch | {"prompt": batch["prompt"][:1]})["error"] == [""]
