@@ -1,9 +1,10 @@
-"""Causal attention over the paged cache by the native kernels, which read blocks in place.
+"""Causal attention over the paged cache by the native kernels (`csrc/attention`), which read blocks in place.
 
-`csrc/attention/paged_attention.cpp` computes in fp32, for any shape. On processors that multiply pairs of bf16, single
-queries in bf16 have a kernel of their own, over a cache in bf16 or 8 bits: `csrc/attention/decode_attention.cpp`. What
-a row gets depends on its sequence alone; but as the two round differently, a chunk of one query gives, in its last
-bits, not what a longer chunk gives for the same row.
+`paged_attention.cpp` computes in fp32, for any shape. Queries in bf16, over a cache in bf16 or 8 bits, have two more
+kernels on processors that multiply bf16: `decode_attention.cpp` for single queries, and with matrix units
+`prefill_attention.cpp` for chunks of two and more. What a row gets depends on its sequence alone, and not on how its
+prompt is cut into chunks (but where a chunk goes through SDPA, see below); but as the kernels round differently, a
+chunk of one query gives, in its last bits, not what a longer chunk gives for the same row.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from ..native import NativeKernels
 from .kv_blocks import Int8Blocks, KVBlocks, gather
 from .reference import causal_attention
 
-#: a sequence with more queries and more keys than these is gathered and goes through SDPA. Measured with AVX2: with up
-#: to 1,024 keys the kernel is 1.0 to 2 × as fast, with 1,536 0.8 to 1.25 ×, with 2,048 and more 0.7 to 0.9 ×. Where
-#: SDPA has matrix units for bf16 the balance should tip earlier; that is not measured. The kernel's result for a row
-#: does not depend on how a prompt is cut into chunks, SDPA's does, in its last bits.
+#: without matrix units, a sequence with more queries and more keys than these is gathered and goes through SDPA.
+#: Measured with AVX2: with up to 1,024 keys the kernel is 1.0 to 2 × as fast, with 1,536 0.8 to 1.25 ×, with 2,048 and
+#: more 0.7 to 0.9 ×. The kernel's result for a row does not depend on how a prompt is cut into chunks, SDPA's does, in
+#: its last bits.
 SDPA_QUERIES, SDPA_KEYS = 64, 1024
-#: instruction sets for which `decode_attention.cpp` is compiled, and the shapes that it takes
-PAIR_ISAS = frozenset(("avx512bf16", "amx"))
+#: instruction sets for which `decode_attention.cpp` is compiled, `prefill_attention.cpp`, and the shapes they take
+PAIR_ISAS, TILE_ISAS = frozenset(("avx512bf16", "amx")), frozenset(("amx",))
 HEAD_DIMS, MOST_HEADS, KEY_ALIGNMENT = (64, 128), 8, 16
 
 
@@ -35,7 +36,7 @@ class PackedSequences:
 
     Attributes:
         sequences: int64 `[sequences, 5]`, each's first query, queries, first key, keys, first of its block ids. Those
-            of one query come first, in the order given, then the others.
+            of one query come first, in the order given, then the others; without those that go through SDPA.
         block_ids: int64, of all sequences, one after another.
     """
 
@@ -52,17 +53,21 @@ class PackedSequences:
         self._long: list[tuple[slice, torch.Tensor, int]] = []
         decodes: list[tuple[int, ...]] = []
         chunks: list[tuple[int, ...]] = []
-        table = 0
+        long: list[tuple[int, ...]] = []
+        first_block = 0
         for i, (kv_len, blocks) in enumerate(zip(kv_lens, block_tables, strict=True)):
             start, end, first = cu_seqlens[i], cu_seqlens[i + 1], first_keys[i] if first_keys else 0
+            group = decodes if end - start == 1 else chunks
             if end - start > SDPA_QUERIES and kv_len > SDPA_KEYS and not first:
                 self._long.append((slice(start, end), blocks, kv_len))
-            else:
-                (decodes if end - start == 1 else chunks).append((start, end - start, first, kv_len, table))
-            table += len(blocks)
+                group = long
+            group.append((start, end - start, first, kv_len, first_block))
+            first_block += len(blocks)
         self._aligned = not first_keys or not any(first % KEY_ALIGNMENT for first in first_keys)
-        self.sequences = torch.tensor(decodes + chunks, dtype=torch.int64).reshape(-1, 5)
-        self._decodes, self._chunks = self.sequences[: len(decodes)], self.sequences[len(decodes) :]
+        table = torch.tensor(decodes + chunks + long, dtype=torch.int64).reshape(-1, 5)
+        self.sequences = table[: len(decodes) + len(chunks)]
+        self._decodes, self._chunks = self.sequences.split((len(decodes), len(chunks)))
+        self._all_chunks = table[len(decodes) :]
 
     def attend(self, q: torch.Tensor, key_cache: KVBlocks, value_cache: KVBlocks, scaling: float) -> torch.Tensor:
         """As `paged_attention`: q `[tokens, heads, head_dim]` fp32 or bf16, as the cache is unless that is in 8 bits.
@@ -94,30 +99,35 @@ class PackedSequences:
         _, heads, head_dim = q.shape
         if q.stride()[1:] != (head_dim, 1):
             q = q.contiguous()
+        sizes = heads, keys.shape[1], head_dim, keys.shape[2], q.stride(0)
+        in_bf16, to_fp32 = int(q.dtype == torch.bfloat16), int(out.dtype == torch.float32)
 
-        def run(kernel: str, sequences: torch.Tensor, *dtype: int) -> None:
+        def run(kernel: str, sequences: torch.Tensor, *args: torch.Tensor | int | float | None) -> None:
             if len(sequences):
-                self._native.call(
-                    kernel,
-                    *(q, *stored, sequences, self.block_ids, out, lse),
-                    *(len(sequences), heads, keys.shape[1], head_dim, keys.shape[2], q.stride(0)),
-                    *(*dtype, int(out.dtype == torch.float32), scaling),
-                )
+                self._native.call(kernel, q, *stored, sequences, self.block_ids, *args)
 
-        if self._multiplies_pairs(q, keys):
-            run("decode_attention", self._decodes)
-            run("paged_attention", self._chunks, 1)
+        def run_paged(sequences: torch.Tensor) -> None:
+            run("paged_attention", sequences, out, lse, len(sequences), *sizes, in_bf16, to_fp32, scaling)
+
+        decodes, all_chunks = self._decodes, self._all_chunks
+        if not self._suits_bf16_kernels(q, keys, PAIR_ISAS):
+            run_paged(self.sequences)
         else:
-            run("paged_attention", self.sequences, int(q.dtype == torch.bfloat16))
+            run("decode_attention", decodes, out, lse, len(decodes), *sizes, to_fp32, scaling)
+            if self._native.isa in TILE_ISAS:
+                causal = 1
+                run("prefill_attention", all_chunks, None, out, lse, len(all_chunks), *sizes, to_fp32, causal, scaling)
+                return
+            run_paged(self._chunks)
         for tokens, blocks, kv_len in self._long:
             k, v = gather(keys, blocks, kv_len), gather(values, blocks, kv_len)
             out[tokens] = causal_attention(q[tokens], k, v, scaling)
 
-    def _multiplies_pairs(self, q: torch.Tensor, keys: KVBlocks) -> bool:
-        """Whether the kernel for single queries takes them."""
+    def _suits_bf16_kernels(self, q: torch.Tensor, keys: KVBlocks, isas: frozenset[str]) -> bool:
+        """Whether the kernels that some instruction sets have for bf16 take these."""
         _, kv_heads, block_size, head_dim = keys.shape
         return (
-            self._native.isa in PAIR_ISAS
+            self._native.isa in isas
             and q.dtype == torch.bfloat16
             and head_dim in HEAD_DIMS
             and q.shape[1] <= MOST_HEADS * kv_heads

@@ -31,5 +31,5 @@ ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "avxvnni": ("avx2", ("int8.cpp", "features.cpp")),
     "vnni": ("avx512", ("int8.cpp", "features.cpp")),
     "avx512bf16": ("vnni", ("decode_attention.cpp", "features.cpp")),
-    "amx": ("avx512bf16", (*EMULATED["amx"], "features.cpp")),
+    "amx": ("avx512bf16", (*EMULATED["amx"], "prefill_attention.cpp", "features.cpp")),
 }

@@ -12,7 +12,7 @@ def addition_is_right(kernels: NativeKernels) -> bool:
 
     Asked once a process: few processors have these, so the kernels have been run on fewer than the others.
     """
-    if kernels.address("decode_attention") and not decode_attention_is_right(kernels):
+    if not attention_is_right(kernels):
         return False
     generator = torch.Generator().manual_seed(0)
     rows, inner, outputs = 37, 2100, 53  # more inputs than the packed product takes at once
@@ -43,25 +43,31 @@ def addition_is_right(kernels: NativeKernels) -> bool:
     return torch.equal(linear_int8(kernels, "amx_linear_int8"), linear_int8(kernels))
 
 
-def decode_attention_is_right(kernels: NativeKernels) -> bool:
-    """Whether attention of single queries over small caches, in bf16 and in 8 bits, comes out as it does otherwise."""
+def attention_is_right(kernels: NativeKernels) -> bool:
+    """Whether attention of single queries and of chunks over small caches, in bf16 and in 8 bits, comes out by the
+    kernels for bf16, if there are any, as it does by the one for all."""
     generator = torch.Generator().manual_seed(0)
     heads, kv_heads, dim, size, num_keys = 6, 2, 64, 16, (1, 70, 1100)
     counts = [-(-n // size) for n in num_keys]
     block_ids = torch.randperm(sum(counts), generator=generator)
     starts = [sum(counts[:i]) for i in range(len(counts))]
-    sequences = torch.tensor([[i, 1, 0, n, start] for i, (n, start) in enumerate(zip(num_keys, starts, strict=True))])
-    q = torch.randn(len(num_keys), heads, dim, generator=generator).bfloat16()
     shape = 2, len(block_ids), kv_heads, size
     in_bf16 = torch.randn(*shape, dim, generator=generator).bfloat16()
     in_8_bits = torch.randint(-127, 128, (*shape, dim), generator=generator, dtype=torch.int8)
     scales = torch.rand(shape, generator=generator).div_(64).bfloat16()
-    sizes = len(sequences), heads, kv_heads, dim, size, heads * dim
-    for caches in ((*in_bf16, None, None), (*in_8_bits, *scales)):
-        out, expected = q.new_full((2, *q.shape), torch.nan)
-        kernels.call("decode_attention", q, *caches, sequences, block_ids, out, None, *sizes, 0, 0.125)
-        others = kernels.without(kernels.isa)
-        others.call("paged_attention", q, *caches, sequences, block_ids, expected, None, *sizes, 1, 0, 0.125)
-        if not ((out - expected).abs() <= 0.02 * expected.abs().amax(-1, keepdim=True)).all():
-            return False
+    for kernel, length, tokens, flags in (("decode_attention", 1, (), ()), ("prefill_attention", 19, (None,), (1,))):
+        if not kernels.address(kernel):
+            continue
+        lengths = [min(length, n) for n in num_keys]
+        first = [sum(lengths[:i]) for i in range(len(lengths))]
+        sequences = torch.tensor([[*row] for row in zip(first, lengths, [0] * 3, num_keys, starts, strict=True)])
+        q = torch.randn(sum(lengths), heads, dim, generator=generator).bfloat16()
+        sizes = len(sequences), heads, kv_heads, dim, size, heads * dim
+        for caches in ((*in_bf16, None, None), (*in_8_bits, *scales)):
+            out, expected = q.new_full((2, *q.shape), torch.nan)
+            kernels.call(kernel, q, *caches, sequences, block_ids, *tokens, out, None, *sizes, 0, *flags, 0.125)
+            others = kernels.without(kernels.isa)
+            others.call("paged_attention", q, *caches, sequences, block_ids, expected, None, *sizes, 1, 0, 0.125)
+            if not ((out - expected).abs() <= 0.02 * expected.abs().amax(-1, keepdim=True)).all():
+                return False
     return True

@@ -12,15 +12,15 @@ import torch
 from test_int8_cache import Case as Int8Case
 from test_packed import Case
 
-from lfm2_cb.ops.attention.packed import PAIR_ISAS, PackedSequences
+from lfm2_cb.ops.attention.packed import PAIR_ISAS, TILE_ISAS, PackedSequences
 from lfm2_cb.ops.attention.reference import paged_attention
 from lfm2_cb.ops.native import NativeKernels, build
 from lfm2_cb.ops.native import library as native
-from lfm2_cb.ops.native.self_check import addition_is_right, decode_attention_is_right
+from lfm2_cb.ops.native.self_check import addition_is_right, attention_is_right
 
 COMPILER = shutil.which(torch.utils.cpp_extension.get_cxx_compiler())
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-SOURCES = ("decode_attention.cpp",)
+SOURCES = ("decode_attention.cpp", "prefill_attention.cpp")
 
 
 class Heard(NativeKernels):
@@ -55,6 +55,16 @@ def emulation(tmp_path_factory):
 
 @pytest.fixture(params=[*sorted(PAIR_ISAS), "emulated"])
 def kernels(request):
+    if request.param == "emulated":
+        return Heard("amx", request.getfixturevalue("emulation"))
+    if request.param not in native.load().supported:
+        pytest.skip(f"this processor has no {request.param}")
+    return Heard(request.param)
+
+
+@pytest.fixture(params=[*sorted(TILE_ISAS), "emulated"])
+def tiles(request):
+    """Kernels with matrix units."""
     if request.param == "emulated":
         return Heard("amx", request.getfixturevalue("emulation"))
     if request.param not in native.load().supported:
@@ -163,7 +173,7 @@ def test_other_shapes_go_to_the_kernel_for_any(kernels):
 def test_single_queries_beside_chunks(kernels):
     case = make_case(2, [300, 80, 17, 200], [1, 7, 1, 64])
     got = attend(case, kernels)
-    assert kernels.called == ["decode_attention", "paged_attention"]
+    assert kernels.called == ["decode_attention", f"{'prefill' if kernels.isa in TILE_ISAS else 'paged'}_attention"]
     assert error(got, case) <= 1.03 * error(by_sdpa(case), case)
 
 
@@ -176,21 +186,93 @@ def test_queries_that_lie_apart_are_read_where_they_are(kernels):
     assert torch.equal(attend(case, kernels), expected)
 
 
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_chunks_of_random_shapes(tiles, cache, seed):
+    rng = random.Random(seed)
+    torch.set_num_threads(rng.choice([1, 2, 5]))
+    num_keys = [rng.choice([2, 15, 16, 17, 64, 65, 127, 129, rng.randint(2, 400)]) for _ in range(3)]
+    num_keys.append(rng.choice([2050, 5000]) if seed % 4 == 0 else 40)
+    case = make_case(seed, num_keys, [rng.randint(2, min(n, 100)) for n in num_keys], cache)
+    got = attend(case, tiles)
+    assert tiles.called == ["prefill_attention"]
+    assert error(got, case) <= 1.03 * error(by_sdpa(case), case)
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("group", range(1, 9))
+def test_chunks_for_every_number_of_heads_a_kv_head(tiles, cache, group):
+    case = make_case(group, [200, 77], [45, 77], cache, group)
+    assert error(attend(case, tiles), case) <= 1.03 * error(by_sdpa(case), case)
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("size", [11, 37, 512])
+def test_a_row_does_not_depend_on_how_its_prompt_is_cut_into_chunks(tiles, cache, size):
+    """Nor on batch mates and threads. A chunk of one query is a decode, by another kernel."""
+    shape = {"kv_heads": 1, "group": 2, "dim": 64, "size": 16}
+    n = 70 if tiles.emulated else 1300  # also beyond what went through SDPA
+    case = (Case if cache == torch.bfloat16 else Int8Case)(size, torch.bfloat16, [n, 130], [n, 130], **shape)
+    torch.set_num_threads(1)
+    whole = attend(case, tiles)
+    torch.set_num_threads(3)
+    assert torch.equal(attend(case, tiles), whole)
+    for start in range(0, n - 1, size):
+        end = min(n, start + size)
+        chunk = PackedSequences(tiles, [0, end - start], [end], [case.tables[0][: -(-end // 16)]])
+        got = chunk.attend(case.q[start:end], case.keys, case.values, case.scaling)
+        assert end - start == 1 or torch.equal(got, whole[start:end]), start
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.int8], ids=str)
+def test_chunks_with_keys_left_out_have_a_denominator_too(tiles, cache):
+    case = make_case(6, [1500, 300, 49], [20, 9, 1], cache, group=3)
+    first_keys = [1024 // case.keys.shape[2] * case.keys.shape[2], 0, 48]
+    packed = PackedSequences(tiles, case.offsets, case.kv_lens, case.tables, first_keys)
+    got, lse = packed.attend_with_lse(case.q, case.keys, case.values, case.scaling)
+    assert tiles.called == ["decode_attention", "prefill_attention"]
+    keys, values = case.keys, case.values
+    if cache == torch.int8:
+        keys, values = (b.values.float() * b.scale.float() for b in (keys, values))
+    fp32 = PackedSequences(native.load(), case.offsets, case.kv_lens, case.tables, first_keys)
+    expected, exact_lse = fp32.attend_with_lse(case.q.float(), keys.float(), values.float(), case.scaling)
+    torch.testing.assert_close(lse, exact_lse, rtol=2e-5, atol=2e-3)
+    assert (got - expected).norm() <= 2e-3 * expected.norm()
+
+
+def test_chunks_with_scores_of_any_size(tiles):
+    for scale in (1e-30, 100.0, 1e6):
+        case = make_case(3, [300, 90], [70, 5], group=2)
+        case.q = scale * case.q.sign()
+        got, exact = attend(case, tiles), case.reference()
+        assert (got - exact).norm() <= 5e-3 * exact.norm()
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.int8], ids=str)
+def test_what_is_not_finite_stays_in_its_row(tiles, cache):
+    case = make_case(4, [100, 100], [40, 40], cache, group=2)
+    case.q[5] = float("nan")
+    got = attend(case, tiles)
+    assert got[5].isnan().all()
+    assert got[:5].isfinite().all() and got[6:].isfinite().all()
+
+
 def test_the_check_at_load_sees_what_is_wrong(kernels):
     class Wrong(Heard):
-        error = 0
+        wrong, error = "", 0.05
 
         def without(self, isa):
             return native.load().using("plain")
 
         def call(self, name, *args):
             super().call(name, *args)
-            if name == "decode_attention":
-                args[7][-1, -1, -1] += self.error * args[7].abs().max()
+            if name == self.wrong:
+                out = args[{"decode_attention": 7, "prefill_attention": 8}[name]]
+                out[-1, -1, -1] += self.error * out.abs().max()
 
     wrong = Wrong(kernels.isa, kernels.emulated)
-    assert decode_attention_is_right(wrong)
-    wrong.error = 0.05
-    assert not decode_attention_is_right(wrong)
-    wrong.isa = "avx512bf16"
-    assert not addition_is_right(wrong)
+    assert attention_is_right(wrong)
+    for kernel in set(wrong.called) - {"paged_attention"}:
+        wrong.wrong = kernel
+        assert not attention_is_right(wrong) and not addition_is_right(wrong)
+    assert ("prefill_attention" in wrong.called) == (kernels.isa in TILE_ISAS)

@@ -40,6 +40,11 @@ inline ivec dot_bytes(ivec acc, ivec a, ivec b) {
 inline void store_low_bytes(void* to, ivec v) {
     for (int i = 0; i < W; i++) ((char*)to)[i] = v[i];
 }
+inline bool any_above(vec a, vec b) {
+    for (int i = 0; i < W; i++)
+        if (a[i] > b[i]) return true;
+    return false;
+}
 inline vec fraction(vec x) {
     for (int i = 0; i < W; i++) x[i] = x[i] == -INFINITY ? 0 : x[i] - floorf(x[i]);
     return x;

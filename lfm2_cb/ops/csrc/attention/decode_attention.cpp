@@ -116,12 +116,11 @@ struct Weights<bf16> {
 
     // Returns what to add to the sum: the rounded ones, so that they are shares of a whole.
     vec set(const vec* exponentials, const vec*) {
-        const bf16 one[2] = {{0x3f80}, {0x3f80}};
         vec sum = {};
         for (int g = 0; g < GROUPS; g += 2) {
             const pairs weights = round_to_pairs(exponentials[g], exponentials[g + 1]);
             store_pairs(rounded + g * SIXTEEN, weights);
-            sum = dot_bf16(sum, weights, fill_pairs(one));
+            sum = dot_bf16(sum, weights, ones());
         }
         return sum;
     }
@@ -165,8 +164,8 @@ inline void mix_tile(const Weights<bf16>* weights, const bf16* const* rows, int 
 template <int DIM>
 inline void set_right(const vec* mixed, vec* to, bf16) {
     for (int c = 0; c < DIM / W; c += 2) {
-        to[c] = shuffle<0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23>(mixed[c], mixed[c + 1]);
-        to[c + 1] = shuffle<8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31>(mixed[c], mixed[c + 1]);
+        to[c] = first_halves(mixed[c], mixed[c + 1]);
+        to[c + 1] = second_halves(mixed[c], mixed[c + 1]);
     }
 }
 

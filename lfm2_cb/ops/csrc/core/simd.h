@@ -134,7 +134,7 @@ inline vec select(ivec condition, vec yes, vec no) {
     return (vec)((condition & (ivec)yes) | (~condition & (ivec)no));
 }
 
-inline vec maximum(vec a, vec b) { return select((ivec)(a > b), a, b); }
+inline vec maximum(vec a, vec b) { return a > b ? a : b; }
 
 // Lane l: lane lanes[l] of a, and from W on of b.
 template <int... lanes>

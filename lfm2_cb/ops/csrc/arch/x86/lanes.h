@@ -38,6 +38,9 @@ inline void store_low_bytes(void* to, ivec v) {
     _mm_storeu_si128((__m128i*)to, _mm512_maskz_cvtepi32_epi8(-1, (__m512i)v));
 }
 
+// Whether a lane of a is above b's.
+inline bool any_above(vec a, vec b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ) != 0; }
+
 // x - floor(x); 0 of -inf
 inline vec fraction(vec x) { return (vec)_mm512_maskz_reduce_ps(-1, (__m512)x, 1); }
 // p * 2^floor(x)
