@@ -48,6 +48,8 @@ class Metrics:
             ("queue_depth", "Sequences waiting for their first step", lambda p: len(p.scheduler.waiting_requests)),
             ("running", "Sequences running", lambda p: len(p.scheduler.active_requests)),
             ("cache_usage", "Share of cache blocks that running sequences hold", used),
+            ("drafted_tokens", "Tokens guessed since the start", lambda p: p.engine.speculation.num_drafted),
+            ("accepted_tokens", "Those that were right", lambda p: p.engine.speculation.num_accepted),
         ):
             Gauge(f"{name}_{label}", text, registry=registry).set_function(of_engine(read))
 

@@ -26,6 +26,7 @@ from transformers import ContinuousBatchingConfig
 from transformers.utils.chat_parsing import ResponseParser
 
 import lfm2_cb
+from lfm2_cb.hf.manager_config import Lfm2CbBatchingConfig
 from lfm2_cb.hf.manager_outputs import CbGenerationOutput, RequestStatus
 
 # What is answered
@@ -170,6 +171,31 @@ def test_what_asks_for_nothing_is_accepted(chat, complete, greedy):
     neutral = {"presence_penalty": 0, "response_format": {"type": "text"}, "user": "me", "store": False, "stop": None}
     assert chat(extra_body=neutral).choices[0].message.content == greedy(CHAT)
     assert complete(prompt="It was", echo=False, best_of=1).choices[0].text == greedy("It was")
+
+
+@pytest.mark.parametrize("door", ["/v1/completions", "/v1/chat/completions", "/v1/responses", "the engine's flag"])
+def test_drafts_are_made_and_change_no_answer(demo_stock, demo_tokenizer, door):
+    limits = Lfm2CbBatchingConfig(drafting="auto" if door == "the engine's flag" else "none")
+    text = "one two three four " * 12
+    body = {"ignore_eos": True}
+    if "chat" in door:
+        body |= {"messages": [{"role": "user", "content": text}], "max_tokens": 60}
+    elif "responses" in door:
+        body |= {"input": text, "max_output_tokens": 60}
+    else:
+        body |= {"prompt": text, "max_tokens": 60}
+    path = door if door.startswith("/") else "/v1/completions"
+    with Server(ours(demo_stock), demo_tokenizer, continuous_batching_config=limits) as server:
+
+        def answer(**more):
+            said = server.http.post(path, json={**body, "temperature": 0, **more}).json()
+            return (said.get("output") and said["output"][0]["content"]) or said["choices"]
+
+        drafting = {"generation_config": '{"prompt_lookup_num_tokens": 8}'}
+        plain = answer()
+        assert (server.metrics()["drafted_tokens"] > 0) == (door == "the engine's flag")
+        assert answer(**drafting) == plain
+        assert server.metrics()["drafted_tokens"] > server.metrics()["accepted_tokens"] >= 0
 
 
 # The door
