@@ -6,7 +6,7 @@ from .hf.manager_config import Lfm2CbBatchingConfig
 from .hf.registration import disable, enable, register
 from .loading import default_dtype, load_model
 from .model.configuration import Lfm2CbConfig
-from .model.modeling import Lfm2CbForCausalLM, Lfm2CbModel
+from .model.modeling import Lfm2CbForCausalLM, Lfm2CbModel, Lfm2CbMoeForCausalLM
 from .requests.outputs import RequestEvent, RequestOutput
 
 __version__ = "0.1.0"
@@ -19,6 +19,7 @@ __all__ = [
     "Lfm2CbConfig",
     "Lfm2CbForCausalLM",
     "Lfm2CbModel",
+    "Lfm2CbMoeForCausalLM",
     "RequestEvent",
     "RequestOutput",
     "__version__",

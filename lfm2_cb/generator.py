@@ -55,9 +55,9 @@ class ContinuousBatchingGenerator:
         Two generators may share one model, also from two threads at once; each has its own cache.
 
     Args:
-        model: one of our models, a live stock `Lfm2ForCausalLM` (adopted: its weights are shared, not copied), or the
-            path of a checkpoint. The engine runs on the model's device and in its dtype; a path is loaded from
-            safetensors only (`load_model` has the exceptions).
+        model: one of our models, a live stock LFM2, dense or with experts (adopted: its weights are shared, not
+            copied), or the path of a checkpoint. The engine runs on the model's device and in its dtype; a path is
+            loaded from safetensors only (`load_model` has the exceptions).
         tokenizer: for prompts given as text, and for text out; or its path. Loaded from the model's path where that is
             one, and none is given.
         max_batch_tokens: tokens computed a step: the size of a prefill chunk, decodes included.

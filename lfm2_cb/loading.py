@@ -19,6 +19,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     Lfm2ForCausalLM,
+    Lfm2MoeForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -27,7 +28,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS
 
 from .model.configuration import Lfm2CbConfig
 from .model.conversion import adopt, check_plain, still_adopted
-from .model.modeling import Lfm2CbForCausalLM
+from .model.modeling import Lfm2CbForCausalLM, Lfm2CbMoeForCausalLM, class_for
 from .model.quantization import (
     OTHERS_REFUSED,
     QUANT_METHOD,
@@ -38,8 +39,12 @@ from .model.quantization import (
 )
 from .ops.linear.dense import has_bf16_units
 
-#: what a checkpoint's config.json may call itself
-MODEL_TYPES = ("lfm2", Lfm2CbConfig.model_type)
+#: what a checkpoint's config.json may call itself → our class for it
+MODEL_TYPES = {
+    "lfm2": Lfm2CbForCausalLM,
+    Lfm2CbConfig.model_type: Lfm2CbForCausalLM,
+    "lfm2_moe": Lfm2CbMoeForCausalLM,
+}
 
 #: names that `dtype=` may have, besides "auto"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -112,6 +117,7 @@ def load_model(
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:  # transformers would only warn, and start from random weights
         raise TypeError(f"lfm2_cb runs LFM2 models, and {path} holds {model_type!r}")
+    model_class = MODEL_TYPES[model_type]
     quantization = _quantization(config.get("quantization_config"), weights)
     if not allow_pickle and _is_pickle(Path(path)):
         raise UnsafeCheckpointError(
@@ -122,10 +128,10 @@ def load_model(
     files = _safetensors_of(Path(path)) if quantization is not None else []
     with _understood(path):
         if files:
-            model, report = _load_without_mapping(path, files, wanted, kwargs)
+            model, report = _load_without_mapping(model_class, path, files, wanted, kwargs)
         else:
             kwargs["use_safetensors"] = None if allow_pickle else True
-            model, report = Lfm2CbForCausalLM.from_pretrained(path, dtype=wanted or "auto", **kwargs)
+            model, report = model_class.from_pretrained(path, dtype=wanted or "auto", **kwargs)
         if Path(path, GENERATION_CONFIG_NAME).is_file():  # transformers passes over one that it cannot read
             model.generation_config = GenerationConfig.from_pretrained(path)
     _check_whole(path, report)
@@ -163,15 +169,19 @@ def _safetensors_of(folder: Path) -> list[Path]:
 
 
 def _load_without_mapping(
-    path: str, files: list[Path], dtype: torch.dtype | None, kwargs: dict[str, Any]
+    model_class: type[Lfm2CbForCausalLM],
+    path: str,
+    files: list[Path],
+    dtype: torch.dtype | None,
+    kwargs: dict[str, Any],
 ) -> tuple[Lfm2CbForCausalLM, dict[str, Any]]:
     """As `from_pretrained`, which maps whole files and so has all that was read so far in memory until the end."""
     opened = [safe_open(file, framework="pt", backend="pread") for file in files]
     # Each is read when it is asked for. (`file` has keys, and is no mapping.)
     slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
-    config = Lfm2CbConfig.from_pretrained(path)
+    config = model_class.config_class.from_pretrained(path)
     dtype = dtype or config.dtype or _stored_dtype(slices)
-    return Lfm2CbForCausalLM.from_pretrained(None, config=config, state_dict=slices, dtype=dtype, **kwargs)
+    return model_class.from_pretrained(None, config=config, state_dict=slices, dtype=dtype, **kwargs)
 
 
 def _stored_dtype(slices: dict[str, Any]) -> torch.dtype:
@@ -259,7 +269,7 @@ def as_lfm2_cb(model: Any, weights: str | None = None) -> Lfm2CbForCausalLM:
             return quantize(model, weights)
         check_same_weights(has, weights)
         return model
-    if not isinstance(model, Lfm2ForCausalLM):
+    if not isinstance(model, (Lfm2ForCausalLM, Lfm2MoeForCausalLM)):
         raise TypeError(
             f"lfm2_cb runs LFM2 models, got {type(model).__name__} (unwrap adapters and data-parallel wrappers first)"
         )
@@ -270,5 +280,5 @@ def as_lfm2_cb(model: Any, weights: str | None = None) -> Lfm2CbForCausalLM:
         return quantize(model, weights)
     known = _adopted.get(model)
     if known is None or not still_adopted(model, known):
-        known = _adopted[model] = adopt(model, Lfm2CbForCausalLM)
+        known = _adopted[model] = adopt(model, class_for(model.config))
     return known

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import Lfm2Config, Lfm2ForCausalLM
+from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForCausalLM, PreTrainedModel
 
 import lfm2_cb
 from lfm2_cb.model.conversion import FUSED, adopt
-from lfm2_cb.model.modeling import Lfm2CbForCausalLM
+from lfm2_cb.model.modeling import Lfm2CbForCausalLM, class_for
 
 
 def random_config(seed: int, **overrides) -> Lfm2Config:
@@ -45,17 +45,52 @@ def random_config(seed: int, **overrides) -> Lfm2Config:
 def random_stock(seed: int, **overrides) -> Lfm2ForCausalLM:
     """A stock model with weights of ordinary scale everywhere, norms and biases included."""
     torch.manual_seed(seed)
-    model = Lfm2ForCausalLM(random_config(seed, **overrides)).eval()
-    for name, parameter in model.named_parameters():
+    return _with_ordinary_weights(Lfm2ForCausalLM(random_config(seed, **overrides)))
+
+
+def _with_ordinary_weights(model: PreTrainedModel) -> PreTrainedModel:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "norm" in name:
-            nn.init.normal_(parameter, mean=1.0, std=0.3)
+            nn.init.normal_(tensor, mean=1.0, std=0.3)
         elif name.endswith("bias"):
-            nn.init.normal_(parameter, std=0.3)
+            nn.init.normal_(tensor, std=0.3)
+    return model.eval()
+
+
+def random_moe_config(seed: int, **overrides) -> Lfm2MoeConfig:
+    """A small mixture of experts of any shape the family allows, odd widths included."""
+    rng = random.Random(seed)
+    dense = random_config(seed)
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "conv_L_cache", "conv_bias", "tie_word_embeddings", "layer_types",
+        "max_position_embeddings", "initializer_range",
+    )  # fmt: skip
+    num_experts = [4, 5, 8, 16, 32, 64][seed % 6]
+    fields = {name: getattr(dense, name) for name in names} | {
+        "moe_intermediate_size": rng.randint(5, 40),
+        "num_experts": num_experts,
+        "num_experts_per_tok": rng.choice([k for k in (1, 2, 4, 8) if k <= num_experts]),
+        "num_dense_layers": rng.choice([0, 1, 1, 2, dense.num_hidden_layers]),
+        "use_expert_bias": rng.random() < 0.6,
+        "norm_topk_prob": rng.random() < 0.7,
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+    }
+    if hasattr(dense, "head_dim"):
+        fields["head_dim"] = dense.head_dim
+    return Lfm2MoeConfig(**{**fields, **overrides})
+
+
+def random_moe(seed: int, **overrides) -> Lfm2MoeForCausalLM:
+    """As `random_stock`, with experts. (By stock's eager experts: its others refuse odd widths.)"""
+    torch.manual_seed(seed)
+    model = _with_ordinary_weights(Lfm2MoeForCausalLM(random_moe_config(seed, **overrides)))
+    model.set_experts_implementation("eager")
     return model
 
 
-def ours(stock: Lfm2ForCausalLM) -> Lfm2CbForCausalLM:
-    return adopt(stock, Lfm2CbForCausalLM).eval()
+def ours(stock: PreTrainedModel) -> Lfm2CbForCausalLM:
+    return adopt(stock, class_for(stock.config)).eval()
 
 
 def ids(seed: int, batch: int = 3, length: int = 9) -> torch.Tensor:

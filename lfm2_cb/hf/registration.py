@@ -6,8 +6,6 @@ that steps aside unless it is asked for. `enable()` is what changes things for o
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Lfm2Config
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
@@ -16,11 +14,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_
 
 from ..model.configuration import Lfm2CbConfig
 from ..model.conversion import weight_conversions
-from ..model.modeling import Lfm2CbForCausalLM, Lfm2CbModel
+from ..model.modeling import Lfm2CbForCausalLM, Lfm2CbModel, Lfm2CbMoeForCausalLM, Lfm2CbMoeModel, StockCheckpoints
 from ..model.quantization import QUANT_METHOD, Lfm2CbQuantizationConfig, Lfm2CbQuantizer
 from . import methods
-
-_stock_lfm2_class = transformers.Lfm2ForCausalLM
 
 #: the methods of transformers' `ContinuousMixin`, which `hf/methods.py` has for our models
 CONTINUOUS_BATCHING = (
@@ -31,19 +27,21 @@ CONTINUOUS_BATCHING = (
 )
 
 
-class Lfm2CbForLfm2Checkpoints(Lfm2CbForCausalLM):
+class Lfm2CbForLfm2Checkpoints(StockCheckpoints, Lfm2CbForCausalLM):
     """Our model under the stock configuration: what `enable()` puts in the place of `Lfm2ForCausalLM`.
 
     The Auto classes want a model whose `config_class` is the registered one. Saves as a stock checkpoint.
     """
 
     config_class = Lfm2Config
+    stock_class = "Lfm2ForCausalLM"
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers; `config.json` names the stock class, so that anyone can load the result."""
-        super().save_pretrained(*args, **kwargs)
-        self.config.architectures = [_stock_lfm2_class.__name__]
-        self.config.save_pretrained(args[0] if args else kwargs["save_directory"])
+
+#: stock class → ours, under the stock configuration, which `enable()` puts in its place
+ENABLED = {
+    transformers.Lfm2ForCausalLM: Lfm2CbForLfm2Checkpoints,
+    transformers.Lfm2MoeForCausalLM: Lfm2CbMoeForCausalLM,
+}
 
 
 def register() -> None:
@@ -53,7 +51,8 @@ def register() -> None:
     AutoModelForCausalLM.register(Lfm2CbConfig, Lfm2CbForCausalLM, exist_ok=True)
     # Under the name of the class that holds the layers: whatever wraps it is converted, and no stock class ever is.
     # (A stock model that reads one of our saves takes over our model type, so that would not tell them apart.)
-    register_checkpoint_conversion_mapping(Lfm2CbModel.__name__, weight_conversions(), overwrite=True)
+    for model_class in (Lfm2CbModel, Lfm2CbMoeModel):
+        register_checkpoint_conversion_mapping(model_class.__name__, weight_conversions(), overwrite=True)
     # (transformers' own decorators for this raise at the second call.)
     AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = Lfm2CbQuantizationConfig
     AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = Lfm2CbQuantizer
@@ -65,21 +64,24 @@ def register() -> None:
 
 
 def enable() -> None:
-    """Make stock `lfm2` checkpoints resolve to our class: Auto classes, `pipeline(model=path)`, `transformers serve`.
-    Live stock LFM2s get the continuous-batching methods too (`generate_batch`, ...), over their own weights.
+    """Make stock `lfm2` and `lfm2_moe` checkpoints resolve to our classes: Auto classes, `pipeline(model=path)`,
+    `transformers serve`. Live stock LFM2s get the continuous-batching methods too (`generate_batch`, ...), over their
+    own weights.
 
     Process-wide, and undone by `disable()`. Calling it twice is the same as once.
     """
-    AutoModelForCausalLM.register(Lfm2Config, Lfm2CbForLfm2Checkpoints, exist_ok=True)
-    transformers.Lfm2ForCausalLM = Lfm2CbForLfm2Checkpoints  # what `transformers serve` looks up
-    for name in CONTINUOUS_BATCHING:
-        setattr(_stock_lfm2_class, name, getattr(methods, name))
+    for stock, ours in ENABLED.items():
+        AutoModelForCausalLM.register(ours.config_class, ours, exist_ok=True)
+        setattr(transformers, stock.__name__, ours)  # what `transformers serve` looks up
+        for name in CONTINUOUS_BATCHING:
+            setattr(stock, name, getattr(methods, name))
 
 
 def disable() -> None:
     """Put everything that `enable()` changed back. Models already loaded stay as they are."""
-    AutoModelForCausalLM._model_mapping._extra_content.pop(Lfm2Config, None)
-    transformers.Lfm2ForCausalLM = _stock_lfm2_class
-    for name in CONTINUOUS_BATCHING:
-        if name in vars(_stock_lfm2_class):
-            delattr(_stock_lfm2_class, name)  # what it inherits shows again
+    for stock, ours in ENABLED.items():
+        AutoModelForCausalLM._model_mapping._extra_content.pop(ours.config_class, None)
+        setattr(transformers, stock.__name__, stock)
+        for name in CONTINUOUS_BATCHING:
+            if name in vars(stock):
+                delattr(stock, name)  # what it inherits shows again

@@ -67,15 +67,21 @@ class Lfm2CbConfig(PreTrainedConfig):
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a `config.json`; a stock `lfm2` one is ours under another name, so no mismatch is warned about."""
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if config_dict.get("model_type") == "lfm2_moe":
+            raise TypeError(
+                f"{pretrained_model_name_or_path} is a mixture of experts (lfm2_moe): load it with load_model or "
+                "Lfm2CbMoeForCausalLM"
+            )
         if config_dict.get("model_type") == "lfm2":
             config_dict["model_type"] = cls.model_type
         return config_dict, kwargs
 
 
 def ffn_width(config: PreTrainedConfig) -> int:
-    """Width of the SwiGLU, in values (rule of `transformers.models.lfm2.modeling_lfm2.Lfm2MLP`)."""
+    """Width of the dense SwiGLU, in values (rule of `transformers.models.lfm2.modeling_lfm2.Lfm2MLP`; mixtures of
+    experts state it as it is)."""
     width = config.intermediate_size
-    if config.block_auto_adjust_ff_dim:
+    if getattr(config, "block_auto_adjust_ff_dim", False):
         width = int(2 * width / 3)
         if config.block_ffn_dim_multiplier is not None:
             width = int(config.block_ffn_dim_multiplier * width)

@@ -1,4 +1,5 @@
-"""Stock ↔ fused weights: q+k+v and w1+w3 each become one matrix; everything else keeps its name.
+"""Stock ↔ fused weights: q+k+v and w1+w3 each become one matrix, and a layer's experts two stacks (as in stock's own
+model); everything else keeps its name.
 
 Three doors lead from stock weights to ours, and one back:
 - checkpoints: `weight_conversions()`, which `from_pretrained` applies and `save_pretrained` reverses;
@@ -15,8 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import Lfm2Config, Lfm2ForCausalLM, PreTrainedModel
-from transformers.core_model_loading import Concatenate, ConversionOps, WeightConverter
+from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForCausalLM, PreTrainedModel
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
 from ..ops.pointwise import RMSNorm
 from .foreign_code import foreign_code
@@ -75,7 +76,14 @@ class SplitParts(ConversionOps):
 
 def weight_conversions() -> list[WeightConverter]:
     """The conversions that `from_pretrained` applies and `save_pretrained` reverses; a fresh list a call."""
-    return [WeightConverter(parts, fused, [StackParts()]) for fused, parts in FUSED.items()]
+    fused = [WeightConverter(parts, whole, [StackParts()]) for whole, parts in FUSED.items()]
+    experts = "feed_forward.experts"
+    split = [f"{experts}.*.w1.weight", f"{experts}.*.w3.weight"]
+    return [
+        *fused,
+        WeightConverter(split, f"{experts}.gate_up_proj", [MergeModulelist(dim=0), Concatenate(dim=1)]),
+        WeightConverter(f"{experts}.*.w2.weight", f"{experts}.down_proj", [MergeModulelist(dim=0)]),
+    ]
 
 
 def adopt(stock: PreTrainedModel, model_class: type[Ours]) -> Ours:
@@ -85,7 +93,7 @@ def adopt(stock: PreTrainedModel, model_class: type[Ours]) -> Ours:
     views into the stack, so the stock model stays usable and in-place updates of either are seen by both.
 
     Args:
-        stock: a `transformers.Lfm2ForCausalLM` with nothing swapped, wrapped or hooked in it.
+        stock: an `Lfm2ForCausalLM` or `Lfm2MoeForCausalLM` with nothing swapped, wrapped or hooked in it.
     Raises:
         TypeError: a layer or weight is not stock's own (a quantised or adapter-wrapped model), or has others' code on
             it (hooks, a patched `forward`), which would not be called.
@@ -127,10 +135,23 @@ def follow_stock(stock: PreTrainedModel, model: PreTrainedModel) -> None:
             module.eps = stock.get_submodule(name).variance_epsilon  # type: ignore[assignment]
         elif name.endswith("self_attn"):
             module.scaling = stock.get_submodule(name).scaling
-    ours, theirs = model.get_submodule("model.rotary_emb"), stock.get_submodule("model.rotary_emb")
+    ours, theirs = model.get_submodule("model.rotary_emb"), rotary_of(stock)
     ours.attention_scaling = theirs.attention_scaling
     for name, buffer in theirs.named_buffers():
         setattr(ours, name, buffer)
+    for owner, leaf, buffer in _expert_biases(stock):
+        model.get_submodule(owner)._buffers[leaf] = buffer
+
+
+def rotary_of(model: PreTrainedModel) -> nn.Module:
+    """The rotary embedding of a stock model, or one of ours."""
+    return model.get_submodule("model.pos_emb" if isinstance(model, Lfm2MoeForCausalLM) else "model.rotary_emb")
+
+
+def _expert_biases(model: PreTrainedModel) -> list[tuple[str, str, torch.Tensor]]:
+    """The buffers `expert_bias` of a model, ours or stock's: of each its owner's name, its own, and itself."""
+    named = ((*name.rpartition(".")[::2], buffer) for name, buffer in model.named_buffers())
+    return [(owner, leaf, buffer) for owner, leaf, buffer in named if leaf == "expert_bias"]
 
 
 def still_adopted(stock: PreTrainedModel, model: PreTrainedModel) -> bool:
@@ -147,7 +168,8 @@ def still_adopted(stock: PreTrainedModel, model: PreTrainedModel) -> bool:
                 return False
         elif any(source.get(f"{name}.{leaf}") is not p for leaf, p in module._parameters.items() if p is not None):
             return False
-    return True
+    biases = zip(_expert_biases(stock), _expert_biases(model), strict=True)
+    return all(theirs is ours for (*_, theirs), (*_, ours) in biases)
 
 
 def _stack_in_place(parts: list[nn.Parameter]) -> nn.Parameter:
@@ -169,7 +191,8 @@ def _stack_in_place(parts: list[nn.Parameter]) -> nn.Parameter:
 def check_plain(stock: PreTrainedModel) -> None:
     """Raises: TypeError, ValueError: as `adopt`."""
     found = dict(stock.named_modules())
-    for name, kind in _stock_classes(tuple(stock.config.layer_types)).items():
+    num_dense = getattr(stock.config, "num_dense_layers", None)
+    for name, kind in _stock_classes(tuple(stock.config.layer_types), num_dense).items():
         module = found.get(name)
         if type(module) is not kind:
             raise TypeError(
@@ -190,11 +213,16 @@ def check_plain(stock: PreTrainedModel) -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _stock_classes(layer_types: tuple[str, ...]) -> dict[str, type[nn.Module]]:
-    """The classes of a stock model's modules, by name."""
-    config = Lfm2Config(
-        hidden_size=8, num_attention_heads=1, num_key_value_heads=1, intermediate_size=8, vocab_size=8,
-        num_hidden_layers=len(layer_types), layer_types=list(layer_types),
-    )  # fmt: skip
+def _stock_classes(layer_types: tuple[str, ...], num_dense_layers: int | None) -> dict[str, type[nn.Module]]:
+    """The classes of a stock model's modules, by name. num_dense_layers: None of a model without experts."""
+    fields = {
+        "hidden_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 8, "vocab_size": 8,
+        "num_hidden_layers": len(layer_types), "layer_types": list(layer_types),
+    }  # fmt: skip
     with torch.device("meta"):
-        return {name: type(module) for name, module in Lfm2ForCausalLM(config).named_modules() if name}
+        if num_dense_layers is None:
+            model = Lfm2ForCausalLM(Lfm2Config(**fields))
+        else:
+            fields |= {"num_experts": 2, "moe_intermediate_size": 8, "num_dense_layers": num_dense_layers}
+            model = Lfm2MoeForCausalLM(Lfm2MoeConfig(**fields))
+    return {name: type(module) for name, module in model.named_modules() if name}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, Lfm2MoeConfig, PreTrainedConfig, PreTrainedModel, initialization
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -26,10 +26,12 @@ from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from ..ops.experts import Experts
 from ..ops.kernel_set import MODULE_CALLS, KernelSet, is_plain
 from ..ops.linear.dense import PackedLinear
 from ..ops.pointwise import RMSNorm
 from .configuration import Lfm2CbConfig, ffn_width, head_dim, layers_of_type, rope_theta, rope_type
+from .experts import Lfm2CbSparseMLP
 from .layers import FusedLinear, fuse_stock_names
 from .padded_state import PaddedState
 from .sequence_state import SequenceState
@@ -144,7 +146,7 @@ class Lfm2CbShortConv(nn.Module):
 
 
 class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
-    """norm → operator → residual; norm → SwiGLU → residual."""
+    """norm → operator → residual; norm → SwiGLU, or a mixture of them → residual."""
 
     def __init__(self, config: Lfm2CbConfig, layer_idx: int) -> None:
         super().__init__()
@@ -153,7 +155,8 @@ class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
             self.self_attn = Lfm2CbAttention(config, layer_idx)
         else:
             self.conv = Lfm2CbShortConv(config, layer_idx)
-        self.feed_forward = Lfm2CbMLP(config)
+        is_dense = layer_idx < getattr(config, "num_dense_layers", config.num_hidden_layers)
+        self.feed_forward = Lfm2CbMLP(config) if is_dense else Lfm2CbSparseMLP(config)
         self.operator_norm = Lfm2CbRMSNorm(config.hidden_size, config.norm_eps)
         self.ffn_norm = Lfm2CbRMSNorm(config.hidden_size, config.norm_eps)
 
@@ -186,6 +189,15 @@ class Lfm2CbPreTrainedModel(PreTrainedModel):
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
         return True  # transformers looks for the call in this file's text, and it is in padded_state.py
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, Experts):
+            for parameter in module.parameters():
+                initialization.normal_(parameter, std=self.config.initializer_range)
+        elif isinstance(module, Lfm2CbSparseMLP) and module.expert_bias is not None:
+            initialization.zeros_(module.expert_bias)
 
 
 class Lfm2CbModel(Lfm2CbPreTrainedModel):
@@ -224,8 +236,10 @@ class Lfm2CbModel(Lfm2CbPreTrainedModel):
         Returns:
             `last_hidden_state` `[batch, length, hidden]` (packed: `[tokens, hidden]`) after the final norm.
         Raises:
-            ValueError: neither or both of `input_ids` and `inputs_embeds`.
+            ValueError: neither or both of `input_ids` and `inputs_embeds`; `output_router_logits`.
         """
+        if kwargs.get("output_router_logits", getattr(self.config, "output_router_logits", False)):
+            raise ValueError("output_router_logits is not supported: use a stock Lfm2MoeForCausalLM")
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
         if inputs_embeds is None:
@@ -257,10 +271,11 @@ class Lfm2CbForCausalLM(Lfm2CbPreTrainedModel, GenerationMixin):
     """LFM2 with its (usually tied) language-modelling head. Loads stock LFM2 checkpoints; its saves load in stock."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    base_class = Lfm2CbModel
 
     def __init__(self, config: Lfm2CbConfig) -> None:
         super().__init__(config)
-        self.model = Lfm2CbModel(config)
+        self.model = self.base_class(config)
         self.vocab_size = config.vocab_size
         self.lm_head = PackedLinear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -306,3 +321,34 @@ class Lfm2CbForCausalLM(Lfm2CbPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+
+class Lfm2CbMoeModel(Lfm2CbModel):
+    """The stack of a mixture of experts: from `config.num_dense_layers` on, layers have experts."""
+
+    config_class = Lfm2MoeConfig
+
+
+class StockCheckpoints:
+    """Of a model under stock's configuration: what it saves says that it is stock's, so that anyone can load it."""
+
+    stock_class: str
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers; `config.json` names the stock class."""
+        super().save_pretrained(*args, **kwargs)  # type: ignore[misc]
+        self.config.architectures = [self.stock_class]  # type: ignore[attr-defined]
+        self.config.save_pretrained(args[0] if args else kwargs["save_directory"])  # type: ignore[attr-defined]
+
+
+class Lfm2CbMoeForCausalLM(StockCheckpoints, Lfm2CbForCausalLM):
+    """LFM2 as a mixture of experts. Loads stock `lfm2_moe` checkpoints, and saves such."""
+
+    config_class = Lfm2MoeConfig
+    base_class = Lfm2CbMoeModel
+    stock_class = "Lfm2MoeForCausalLM"
+
+
+def class_for(config: PreTrainedConfig) -> type[Lfm2CbForCausalLM]:
+    """Which of our classes runs the model of a configuration, ours or stock's."""
+    return Lfm2CbMoeForCausalLM if isinstance(config, Lfm2MoeConfig) else Lfm2CbForCausalLM

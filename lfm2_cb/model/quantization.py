@@ -19,6 +19,7 @@ from transformers.core_model_loading import ConversionOps
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ..ops.experts import Experts
 from ..ops.linear.quantized import QuantizedEmbedding, QuantizedLinear
 from .foreign_code import foreign_code
 from .layers import FusedLinear
@@ -119,6 +120,8 @@ def _return_free_memory() -> None:
 def replace_layers(model: PreTrainedModel, weights: str) -> None:
     """Put quantised layers in the place of a model's linears and embedding, on the meta device."""
     for name, module in list(model.named_modules()):
+        if isinstance(module, Experts):
+            raise ValueError(f"weights={weights!r} is not there for mixtures of experts ({name})")
         new: nn.Module
         with torch.device("meta"):
             if isinstance(module, nn.Linear):

@@ -12,10 +12,11 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from .attention.kv_blocks import KVBlocks, write_rows
+from .experts import Experts, mix_experts
 from .linear.dense import PackedLinear
 from .linear.int8 import native_rows_int8
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, quantized_linear
-from .linear.table import DENSE, products
+from .linear.table import DENSE, product, products
 from .native import NativeKernels, resolve_kernels
 from .pointwise import RMSNorm, add, add_rms_norm, norm_rotate, rms_norm, rotary, rotate, swiglu
 from .short_conv import gated_short_conv
@@ -60,6 +61,21 @@ class KernelSet:
         elif is_plain(module, QuantizedLinear.forward):
             return quantized_linear(x, module.weights, module.bias, self.native)  # type: ignore[arg-type]
         return module(x)
+
+    def experts(
+        self, module: nn.Module, x: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """`module(x, selected, weights)` of a layer's experts, as `mix_experts`: `[tokens, size]`."""
+        if self.native is not None and isinstance(module, Experts) and is_plain(module, Experts.forward):
+            gate_up, down = module.gate_up_proj, module.down_proj
+            if gate_up.is_contiguous() and down.is_contiguous() and gate_up.dtype == down.dtype == x.dtype:
+                return mix_experts(x, selected, weights, [*gate_up], [*down], self._multiply, self.swiglu)
+        return module(x, selected, weights)
+
+    def _multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """`x @ weight.T`, by the kernel for so many rows. weight: contiguous, in x's dtype."""
+        assert self.native is not None
+        return product(DENSE, x.dtype, self.native.isa, len(x))(self.native, x, weight, None)
 
     def embed(self, module: nn.Module, ids: torch.Tensor, out: torch.Tensor) -> None:
         """`module(ids)` of an embedding into out `[tokens, size]`. ids: int64 `[tokens]`, which must be in range."""
@@ -139,6 +155,11 @@ class ModuleCalls(KernelSet):
 
     def linear(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return module(x)
+
+    def experts(
+        self, module: nn.Module, x: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        return module(x, selected, weights)
 
     def norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return module(x)
