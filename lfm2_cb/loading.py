@@ -113,7 +113,12 @@ def load_model(
             f"{path} is GGUF, which lfm2_cb does not read: Lfm2ForCausalLM.from_pretrained(folder, gguf_file=name) "
             "dequantises it into a model that the generator takes"
         )
-    config, _ = PreTrainedConfig.get_config_dict(path)
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(path)
+    except OSError as error:
+        if Path(path).is_dir():
+            raise
+        raise OSError(f"{path} is no folder here, and cannot be had from the hub: {error}") from error
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:  # transformers would only warn, and start from random weights
         raise TypeError(f"lfm2_cb runs LFM2 models, and {path} holds {model_type!r}")

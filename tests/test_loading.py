@@ -70,8 +70,9 @@ def test_code_beside_a_checkpoint_is_not_run(checkpoint):
 
 
 def test_nothing_there_is_an_os_error(tmp_path):
-    with pytest.raises(OSError):
-        load_model(str(tmp_path / "nothing"))
+    for path in (str(tmp_path / "nothing"), "no/where", "no/where/at/all"):
+        with pytest.raises(OSError, match=f"{path} is no folder here"):
+            load_model(path)
 
 
 # dtype: as from_pretrained loads

@@ -99,7 +99,7 @@ def test_errors_are_kept_and_can_be_run_again(folder, capsys):
         (["--output", "o.jsonl", "--split", "train"], "a split goes with a dataset"),
         (["--output", "o.jsonl", "--set", "temperature"], "NAME=JSON"),
         (["--output", "o.jsonl", "--set", "temperature=hot"], "not JSON"),
-        (["--output", "o.jsonl", "--set", 'temperature="hot"'], "temperature must be a number, got 'hot'"),
+        (["--output", "o.jsonl", "--set", 'temperature="hot"'], "temperature must be a number, 0 or more, got 'hot'"),
         (["--output", "o.jsonl", "--set", "tempreature=1"], "tempreature"),
         (["--output", "o.jsonl", "--set", "num_beams=4"], "num_beams: not in lfm2-cb generate"),
         (["--output", "o.jsonl", "--max-new-tokens", "0"], "max_new_tokens must be"),
