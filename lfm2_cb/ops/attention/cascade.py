@@ -8,31 +8,15 @@ Inference" (FlashInfer, 2024).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from .kv_blocks import KVBlocks, gather
-from .packed import PackedSequences
+from .packed import PackedSequences, SharedPrefix
 from .reference import causal_attention
 
 #: queries that attend to a prefix at once, so that their scores stay small beside the cache
 QUERY_CHUNK = 256
-
-
-@dataclass(frozen=True)
-class SharedPrefix:
-    """Sequences whose first blocks are the same, none of whose queries lies in them.
-
-    Attributes:
-        rows: sequences by their place in the batch.
-        block_ids: the blocks, int64 `[blocks]`.
-        tokens: the sequences' packed queries, one after another, int64 `[queries]`.
-    """
-
-    rows: Sequence[int]
-    block_ids: torch.Tensor
-    tokens: torch.Tensor
 
 
 def cascade_attention(
@@ -55,6 +39,8 @@ def cascade_attention(
     if packed is not None:
         near, lse = packed.attend_with_lse(q, key_cache, value_cache, scaling)
         out = near.to(q.dtype, copy=True)
+        if packed.attend_shared(q, key_cache, value_cache, scaling, prefixes, (near, lse), out):
+            return out
     else:
         out = torch.empty_like(q)
         near = torch.empty(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)

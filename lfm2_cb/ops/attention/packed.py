@@ -10,6 +10,7 @@ chunk of one query gives, in its last bits, not what a longer chunk gives for th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -25,6 +26,21 @@ SDPA_QUERIES, SDPA_KEYS = 64, 1024
 #: instruction sets for which `decode_attention.cpp` is compiled, `prefill_attention.cpp`, and the shapes they take
 PAIR_ISAS, TILE_ISAS = frozenset(("avx512bf16", "amx")), frozenset(("amx",))
 HEAD_DIMS, MOST_HEADS, KEY_ALIGNMENT = (64, 128), 8, 16
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Sequences whose first blocks are the same, none of whose queries lies in them.
+
+    Attributes:
+        rows: sequences by their place in the batch.
+        block_ids: the blocks, int64 `[blocks]`.
+        tokens: the sequences' packed queries, one after another, int64 `[queries]`.
+    """
+
+    rows: Sequence[int]
+    block_ids: torch.Tensor
+    tokens: torch.Tensor
 
 
 class PackedSequences:
@@ -49,6 +65,7 @@ class PackedSequences:
         first_keys: Sequence[int] | None = None,
     ) -> None:
         self._native = native
+        self._prefixes: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.block_ids = torch.cat(list(block_tables))
         self._long: list[tuple[slice, torch.Tensor, int]] = []
         decodes: list[tuple[int, ...]] = []
@@ -115,13 +132,52 @@ class PackedSequences:
         else:
             run("decode_attention", decodes, out, lse, len(decodes), *sizes, to_fp32, scaling)
             if self._native.isa in TILE_ISAS:
-                causal = 1
-                run("prefill_attention", all_chunks, None, out, lse, len(all_chunks), *sizes, to_fp32, causal, scaling)
+                size, causal = (len(all_chunks), *sizes), 1
+                run("prefill_attention", all_chunks, None, None, None, out, lse, *size, to_fp32, causal, scaling)
                 return
             run_paged(self._chunks)
         for tokens, blocks, kv_len in self._long:
             k, v = gather(keys, blocks, kv_len), gather(values, blocks, kv_len)
             out[tokens] = causal_attention(q[tokens], k, v, scaling)
+
+    def attend_shared(
+        self,
+        q: torch.Tensor,
+        key_cache: KVBlocks,
+        value_cache: KVBlocks,
+        scaling: float,
+        prefixes: Sequence[SharedPrefix],
+        near: tuple[torch.Tensor, torch.Tensor],
+        out: torch.Tensor,
+    ) -> bool:
+        """Attention of the prefixes' queries to their prefix, all queries of a prefix together, merged with what
+        `attend_with_lse` found of the other keys, `near`, into `out` `[tokens, heads, head_dim]`, bf16.
+
+        Args: prefixes: the same at every call.
+        Returns: whether there is a kernel for it; else nothing is written.
+        """
+        if not self._suits_bf16_kernels(q, key_cache, TILE_ISAS):
+            return False
+        stored = _tensors(key_cache, value_cache, q.dtype)
+        _, heads, head_dim = q.shape
+        _, kv_heads, block_size, _ = key_cache.shape
+        if q.stride()[1:] != (head_dim, 1):
+            q = q.contiguous()
+        if self._prefixes is None:
+            rows, query, block = [], 0, 0
+            for prefix in prefixes:
+                num_queries, num_blocks = len(prefix.tokens), len(prefix.block_ids)
+                rows.append((query, num_queries, 0, num_blocks * block_size, block))
+                query, block = query + num_queries, block + num_blocks
+            block_ids, tokens = (torch.cat([getattr(p, name) for p in prefixes]) for name in ("block_ids", "tokens"))
+            self._prefixes = torch.tensor(rows, dtype=torch.int64), block_ids, tokens
+        sequences = self._prefixes[0]
+        self._native.call(
+            "prefill_attention",
+            *(q, *stored, *self._prefixes, *near, out, None),
+            *(len(sequences), heads, kv_heads, head_dim, block_size, q.stride(0), 0, 0, scaling),
+        )
+        return True
 
     def _suits_bf16_kernels(self, q: torch.Tensor, keys: KVBlocks, isas: frozenset[str]) -> bool:
         """Whether the kernels that some instruction sets have for bf16 take these."""

@@ -55,7 +55,10 @@ def attention_is_right(kernels: NativeKernels) -> bool:
     in_bf16 = torch.randn(*shape, dim, generator=generator).bfloat16()
     in_8_bits = torch.randint(-127, 128, (*shape, dim), generator=generator, dtype=torch.int8)
     scales = torch.rand(shape, generator=generator).div_(64).bfloat16()
-    for kernel, length, tokens, flags in (("decode_attention", 1, (), ()), ("prefill_attention", 19, (None,), (1,))):
+    for kernel, length, tokens, flags in (
+        ("decode_attention", 1, (), ()),
+        ("prefill_attention", 19, (None,) * 3, (1,)),
+    ):
         if not kernels.address(kernel):
             continue
         lengths = [min(length, n) for n in num_keys]

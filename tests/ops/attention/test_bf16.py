@@ -12,6 +12,7 @@ import torch
 from test_int8_cache import Case as Int8Case
 from test_packed import Case
 
+from lfm2_cb.ops.attention.cascade import SharedPrefix, cascade_attention, shared_blocks
 from lfm2_cb.ops.attention.packed import PAIR_ISAS, TILE_ISAS, PackedSequences
 from lfm2_cb.ops.attention.reference import paged_attention
 from lfm2_cb.ops.native import NativeKernels, build
@@ -257,6 +258,38 @@ def test_what_is_not_finite_stays_in_its_row(tiles, cache):
     assert got[:5].isfinite().all() and got[6:].isfinite().all()
 
 
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("seed", range(6))
+def test_shared_prefixes_are_attended_by_all_their_queries_at_once(tiles, cache, seed):
+    rng = random.Random(seed)
+    shape = {"kv_heads": 2, "group": rng.choice([1, 2, 4]), "dim": rng.choice([64, 128]), "size": rng.choice([16, 64])}
+    num_shared = rng.choice([1, 3, 9])
+    own = [rng.randint(1, 90) for _ in range(7)]
+    lengths = [rng.choice([1, rng.randint(1, n)]) for n in own]
+    num_keys = [n + num_shared * shape["size"] for n in own]
+    case = (Case if cache == torch.bfloat16 else Int8Case)(seed, torch.bfloat16, num_keys, lengths, **shape)
+    prefixes = []
+    for members in ([0, 2, 3], [4, 6]):  # 1 and 5 share nothing
+        blocks = case.tables[members[0]][:num_shared]
+        for i in members:
+            case.tables[i] = torch.cat((blocks, case.tables[i][num_shared:]))
+        tokens = torch.cat([torch.arange(case.offsets[i], case.offsets[i + 1]) for i in members])
+        prefixes.append(SharedPrefix(members, blocks, tokens))
+    first_keys = [shape["size"] * count for count in shared_blocks(prefixes, 7)]
+    whole = case.q, case.keys, case.values, case.offsets, case.kv_lens, case.tables, case.scaling
+    packed = PackedSequences(tiles, case.offsets, case.kv_lens, case.tables, first_keys)
+    torch.set_num_threads(1)
+    got = cascade_attention(*whole, prefixes, packed=packed)
+    assert tiles.called[-1] == "prefill_attention" and "paged_attention" not in tiles.called
+    assert error(got, case) <= 1.03 * error(by_sdpa(case), case)
+    torch.set_num_threads(3)
+    assert torch.equal(cascade_attention(*whole, prefixes, packed=packed), got)  # with what was packed before
+    alone = [SharedPrefix([0], prefixes[0].block_ids, torch.arange(lengths[0]))]
+    packed = PackedSequences(tiles, [0, lengths[0]], case.kv_lens[:1], case.tables[:1], first_keys[:1])
+    first = (case.q[: lengths[0]], case.keys, case.values, [0, lengths[0]], case.kv_lens[:1], case.tables[:1])
+    assert torch.equal(cascade_attention(*first, case.scaling, alone, packed=packed), got[: lengths[0]])
+
+
 def test_the_check_at_load_sees_what_is_wrong(kernels):
     class Wrong(Heard):
         wrong, error = "", 0.05
@@ -267,7 +300,7 @@ def test_the_check_at_load_sees_what_is_wrong(kernels):
         def call(self, name, *args):
             super().call(name, *args)
             if name == self.wrong:
-                out = args[{"decode_attention": 7, "prefill_attention": 8}[name]]
+                out = args[{"decode_attention": 7, "prefill_attention": 10}[name]]
                 out[-1, -1, -1] += self.error * out.abs().max()
 
     wrong = Wrong(kernels.isa, kernels.emulated)

@@ -19,22 +19,29 @@ struct Attention {
     int64_t heads, kv_heads, group, block_size, q_stride;
     float scaling;
     bool out_is_float;
+    const float *near, *near_lse;  // null, or what is known of other keys, which is to be merged in
 
     float log2_scaling() const { return scaling * 1.44269504088896341f; }  // from scores to powers of 2
 
     // Mixed values, in the order of the dims, of a query of a head; max: what the exponents are taken from.
     template <int DIM>
     void write(int64_t token, int64_t head, const vec* mixed, float sum, float max) const {
-        const vec factor = fill(1 / sum);
         const int64_t at = token * heads + head;
+        const float log_sum = max * 0.693147180559945f + logf(sum);
+        const float share = near ? 1 / (1 + expf(near_lse[at] - log_sum)) : 1;  // of all exponentials
+        const vec factor = fill(share / sum);
         for (int c = 0; c < DIM / W; c += 2) {
-            const vec a = mixed[c] * factor, b = mixed[c + 1] * factor;
+            vec a = mixed[c] * factor, b = mixed[c + 1] * factor;
+            if (near) {
+                a += load(near + at * DIM + c * W) * (1 - share);
+                b += load(near + at * DIM + (c + 1) * W) * (1 - share);
+            }
             if (out_is_float)
                 store((float*)out + at * DIM + c * W, a), store((float*)out + at * DIM + (c + 1) * W, b);
             else
                 store_pairs((bf16*)out + at * DIM + c * W, round_to_pairs(a, b));
         }
-        if (lse) lse[at] = max * 0.693147180559945f + logf(sum);
+        if (lse) lse[at] = log_sum;
     }
 };
 

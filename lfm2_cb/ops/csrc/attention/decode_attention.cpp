@@ -435,7 +435,7 @@ KERNEL(decode_attention)(
     int64_t kv_heads, int64_t dim, int64_t block_size, int64_t q_stride, int64_t out_is_float, double scaling,
     int64_t num_threads) {
     const Problem p = {{q, keys, values, key_scales, value_scales, sequences, block_ids, out, lse, heads, kv_heads,
-                        heads / kv_heads, block_size, q_stride, (float)scaling, out_is_float != 0}};
+                        heads / kv_heads, block_size, q_stride, (float)scaling, out_is_float != 0, nullptr, nullptr}};
     int64_t num_items = 0, num_partials = 0, work = 0;
     for (int64_t i = 0; i < num_sequences; i++) {
         const int64_t num_keys = sequences[i].num_keys - sequences[i].first_key;

@@ -308,14 +308,15 @@ void run(const Problem& p, const Item* items, int64_t num_items, int64_t threads
 
 // Arguments as of decode_attention (csrc/attention/decode_attention.cpp), but a sequence has any number of queries;
 // tokens: of q and out, that the queries of all sequences are, or null for 0, 1, 2 ...; causal: 0 where each query
-// sees all keys.
+// sees all keys; near [tokens, heads, dim], near_lse [tokens, heads]: what is known of other keys of these queries,
+// and the logarithms of its denominators, both in fp32: out is then of all keys. Or null.
 KERNEL(prefill_attention)(
     const bf16* q, const void* keys, const void* values, const bf16* key_scales, const bf16* value_scales,
-    const Sequence* sequences, const int64_t* block_ids, const int64_t* tokens, void* out, float* lse,
-    int64_t num_sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t q_stride,
-    int64_t out_is_float, int64_t causal, double scaling, int64_t num_threads) {
+    const Sequence* sequences, const int64_t* block_ids, const int64_t* tokens, const float* near,
+    const float* near_lse, void* out, float* lse, int64_t num_sequences, int64_t heads, int64_t kv_heads, int64_t dim,
+    int64_t block_size, int64_t q_stride, int64_t out_is_float, int64_t causal, double scaling, int64_t num_threads) {
     const Problem p = {{q, keys, values, key_scales, value_scales, sequences, block_ids, out, lse, heads, kv_heads,
-                        heads / kv_heads, block_size, q_stride, (float)scaling, out_is_float != 0},
+                        heads / kv_heads, block_size, q_stride, (float)scaling, out_is_float != 0, near, near_lse},
                        tokens, causal != 0};
     const int64_t most = dim == 64 ? Scratch<64>::ROWS : Scratch<128>::ROWS;
     int64_t num_items = 0, work = 0;
