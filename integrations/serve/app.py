@@ -150,6 +150,8 @@ def _route(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
             return await endpoint(parse_object(await request.body()), request.state.request_id)
         except RequestError as error:
             return error.response()
+        except RecursionError:  # parsed it was, just so
+            return RequestError("the request is nested too deeply", code="invalid_json").response()
 
     return handle
 

@@ -123,13 +123,17 @@ def _base_config(body: Mapping[str, Any], model: PreTrainedModel) -> GenerationC
         if options.get(option) is not None:
             raise RequestError(f"{option} is not taken in generation_config here: see {instead}", name)
     for option in _OF_IDS:
-        for token in _integers(options.get(option)):
+        for token in filter(is_integer, _leaves(options.get(option))):
             if not 0 <= token < model.config.vocab_size:
                 raise RequestError(
                     f"{option} of generation_config has token id {shown(token)}, "
                     f"outside the vocabulary of {model.config.vocab_size}",
                     name,
                 )
+    if any(isinstance(leaf, float) and abs(leaf) > 1e30 for value in options.values() for leaf in _leaves(value)):
+        raise RequestError("generation_config has a number that scores, which are fp32, cannot take", name)
+    if len({*_leaves(options.get("suppress_tokens"))}) >= model.config.vocab_size:
+        raise RequestError("suppress_tokens of generation_config leaves no token to choose", name)
     size, most = options.get("encoder_no_repeat_ngram_size"), model.config.max_position_embeddings
     if size is not None and not (is_integer(size) and 0 <= size <= most):  # stock goes through a list that long
         message = f"encoder_no_repeat_ngram_size of generation_config must be an integer from 0 to {most}"
@@ -140,12 +144,12 @@ def _base_config(body: Mapping[str, Any], model: PreTrainedModel) -> GenerationC
         raise RequestError(f"generation_config cannot be used: {error}", name) from error
 
 
-def _integers(value: Any) -> Iterator[int]:
-    if isinstance(value, int) and not isinstance(value, bool):
-        yield value
-    elif isinstance(value, list):
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, list):
         for entry in value:
-            yield from _integers(entry)
+            yield from _leaves(entry)
+    elif value is not None:
+        yield value if not isinstance(value, dict) else str(value)
 
 
 def _choose(body: Mapping[str, Any], config: GenerationConfig) -> None:

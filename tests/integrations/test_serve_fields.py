@@ -120,6 +120,9 @@ def test_the_readme_says_of_every_field_what_the_tables_say():
         ("generation_config", {"generation_config": '{"sequence_bias": [[[99999999], 1.0]]}'}),
         ("generation_config", {"generation_config": '{"sequence_bias": {"a": 1.0}}'}),
         ("generation_config", {"generation_config": '{"suppress_tokens": [99999999]}'}),
+        ("generation_config", {"generation_config": f'{{"suppress_tokens": {[*range(4096)]}}}'}),
+        ("generation_config", {"generation_config": '{"sequence_bias": [[[1], -1e300]]}'}),
+        ("generation_config", {"generation_config": '{"is_assistant": true}'}),
         ("generation_config", {"generation_config": '{"encoder_no_repeat_ngram_size": 1e30}'}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"chat_template": "mine"}}),
         ("top_logprobs", {"logprobs": True, "top_logprobs": "many"}),
@@ -164,7 +167,7 @@ def test_the_readme_says_of_every_field_what_the_tables_say():
         ("store", {"store": True}),
         ("unheard_of", {"unheard_of": 1}),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_what_is_wrong_or_not_supported_is_refused_by_name(chat, param, body):
     for stream in (False, True):
@@ -258,6 +261,23 @@ def test_what_is_no_json_is_refused_without_a_word_of_ours(server, content, mess
     error = refusal(response)
     assert response.status_code == 400 and message in error["message"]
     assert not re.search(r"\.py|/site-packages|lfm2_cb/|Traceback", response.text)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_deep_values_of_any_field_are_refused(server, path):
+    fields, right = ENDPOINTS[path]
+    for name in fields:
+        for depth in (200, 700, 900, 950):
+            for value in ("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth):
+                content = json.dumps({**right, name: "here"}).replace('"here"', value)
+                response = server.http.post(path, content=content)
+                if response.status_code == 200 and name == "chat_template_kwargs":
+                    continue  # a template may do with it what it likes
+                assert response.status_code == 400 and refusal(response), (name, depth)
+            config = json.dumps({"suppress_tokens": "here"}).replace('"here"', "[" * depth + "]" * depth)
+            if name == "generation_config":
+                response = server.http.post(path, json={**right, name: config})
+                assert response.status_code == 400, (name, depth)
 
 
 def test_half_pairs_make_whole_ones(complete, server, greedy):
