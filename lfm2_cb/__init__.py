@@ -8,6 +8,7 @@ from .loading import default_dtype, load_model
 from .model.configuration import Lfm2CbConfig
 from .model.modeling import Lfm2CbForCausalLM, Lfm2CbModel, Lfm2CbMoeForCausalLM
 from .requests.outputs import RequestEvent, RequestOutput
+from .requests.structured import Structured
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "Lfm2CbMoeForCausalLM",
     "RequestEvent",
     "RequestOutput",
+    "Structured",
     "__version__",
     "default_dtype",
     "demo_model_path",

@@ -167,8 +167,9 @@ class ContinuousBatchingGenerator:
             input_ids: the prompts by stock's name, as in `generate(**tokenizer(texts))`.
             generate_kwargs: stock's generation options, `logits_processor`, `stopping_criteria`,
                 `prefix_allowed_tokens_fn` and `tokenizer` (for stop strings; ours by default) among them.
-                `max_new_tokens` may be a list with one entry a prompt. Ours: `seed`; `logprobs=k`;
-                `priority` (higher first) and `use_prefix_cache`, each for the call or as a list with one a prompt;
+                `max_new_tokens` may be a list with one entry a prompt. Ours: `seed`; `logprobs=k`; `structured` (what
+                answers have to look like: a `Structured`, a JSON schema as a dict, or a pydantic class); `priority`
+                (higher first) and `use_prefix_cache`, these three for the call or as a list with one a prompt;
                 `on_error="return"`: a prompt that cannot be run (empty, too long, not in the vocabulary) has an
                 output with its error, and the others run.
         Returns:

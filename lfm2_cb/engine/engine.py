@@ -282,6 +282,8 @@ def end_reason(request: Request, token_ids: list[int]) -> FinishReason | None:
     params: SamplingParams = request.params
     if token_ids[-1] in params.eos_token_ids:
         return FinishReason.STOP
+    if params.constraint is not None and not params.eos_token_ids and params.constraint.is_complete(token_ids):
+        return FinishReason.STOP  # there is no token to say so
     if params.stopping_criteria:
         history = history_tensor(token_ids)
         kept = params.trace.scores if params.trace is not None else []

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..ops.native import NativeKernels
-from ..ops.sampling import best_places, draw_places
+from ..ops.sampling import TokenMasks, best_places, draw_places, masked
+from .constraints import Constraint, fill_masks
 from .warpers import Scores, can_batch, process_rows, signature
 
 #: as transformers' `LogitsProcessor`: (`[1, length]` token ids so far, `[1, vocab]` fp32 scores) → scores
@@ -72,6 +73,7 @@ class SamplingParams:
         processors: applied to the logits in order, before choosing.
         stopping_criteria: asked after every token.
         trace: what to keep of each token, or None.
+        constraint: which tokens may follow; no processor can make others follow. None: all.
     """
 
     do_sample: bool = False
@@ -80,6 +82,7 @@ class SamplingParams:
     processors: Sequence[LogitsProcessor] = ()
     stopping_criteria: Sequence[StoppingCriterion] = ()
     trace: Trace | None = None
+    constraint: Constraint | None = None
     rng: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,12 +122,21 @@ def draw(
     return _checked(places.squeeze(1), total.squeeze(1))
 
 
-def take_best(scores: torch.Tensor, native: NativeKernels | None = None) -> list[int | Exception]:
-    """The most likely place of every row of `[rows, n]`; of equal ones natively the first."""
+def take_best(
+    scores: torch.Tensor, native: NativeKernels | None = None, masks: TokenMasks | None = None
+) -> list[int | Exception]:
+    """The most likely place, of those that it may take, of every row of `[rows, n]`; of equal ones natively the first.
+
+    Args: scores: fp32 or bf16.
+    """
     if native is not None:
-        places, best = best_places(native, scores)
-    else:
-        best, places = scores.max(-1)
+        places, best = best_places(native, scores, masks)
+        return _checked(places, best)
+    if masks is not None:
+        rows = [row for row, mask in enumerate(masks.mask_of) if mask >= 0]
+        scores = scores.float().clone()
+        scores[rows] = masked(scores[rows], masks.bits[[masks.mask_of[row] for row in rows]])
+    best, places = scores.max(-1)
     return _checked(places, best)
 
 
@@ -150,22 +162,42 @@ def sample(
     Returns:
         For every row its token, or what went wrong in it; no row's failure touches another.
     """
-    if not any(p.do_sample or p.processors or p.trace for p in params):
-        return take_best(logits, native)
-    logits = logits.float()
+    masks, failed = fill_masks([p.constraint for p in params], histories, logits.shape[-1])
+    if any(p.do_sample or p.processors or p.trace for p in params):
+        tokens = _process_and_choose(logits.float(), params, histories, masks, native)
+    else:
+        tokens = take_best(logits, native, masks)
+    for i, p in enumerate(params):
+        if p.constraint is not None and isinstance(tokens[i], BadLogits):
+            tokens[i] = BadLogits("structured: the grammar and the other options leave no token with a finite logit")
+    return [failed.get(i, token) for i, token in enumerate(tokens)]
+
+
+def _process_and_choose(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[Sequence[int]],
+    masks: TokenMasks | None,
+    native: NativeKernels | None,
+) -> list[int | Exception]:
+    mask_of = [-1] * len(params) if masks is None else masks.mask_of
     groups: dict[object, list[int]] = {}
     for i, p in enumerate(params):
-        groups.setdefault(signature(p.processors) if can_batch(p.processors) else i, []).append(i)
+        groups.setdefault((signature(p.processors), mask_of[i] >= 0) if can_batch(p.processors) else i, []).append(i)
     tokens: list[int | Exception] = [0] * len(params)
     for key, rows in groups.items():
         members = [params[i] for i in rows]
         own_logits = logits if len(rows) == len(params) else logits[rows]
+        bits = None if masks is None or mask_of[rows[0]] < 0 else masks.bits[[mask_of[i] for i in rows]]
+        allowed = own_logits if bits is None else masked(own_logits, bits, native)
         try:
             if isinstance(key, tuple):
                 known = [histories[i] for i in rows]
-                scores = process_rows([p.processors for p in members], known, own_logits, native)
+                scores = process_rows([p.processors for p in members], known, allowed, native)
             else:
-                scores = Scores(process(members[0], histories[rows[0]], own_logits.clone()))
+                scores = Scores(process(members[0], histories[rows[0]], allowed.clone()))
+                if bits is not None:  # a processor may have put something in place of -inf
+                    scores = Scores(masked(scores.values, bits))
             chosen = _choose(scores, members)
         except Exception as error:  # a user's processor, alone in its group
             chosen = [error] * len(rows)

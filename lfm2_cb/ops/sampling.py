@@ -6,6 +6,7 @@ The torch references are in the engine's sampler and, for the warpers, stock's o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,14 +16,53 @@ from .native import NativeKernels
 MAX_CANDIDATES = 1024
 
 
-def best_places(native: NativeKernels, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+@dataclass(frozen=True)
+class TokenMasks:
+    """Which places some rows of `[rows, size]` may take.
+
+    bits: int32 `[masks, ⌈size / 32⌉]`, on the CPU: place i is bit i % 32 of word i // 32. Bits from `size` on mean
+        nothing.
+    mask_of: of each row its place in `bits`, or -1: it may take any.
+    """
+
+    bits: torch.Tensor
+    mask_of: Sequence[int]
+
+    @staticmethod
+    def words(size: int) -> int:
+        return (size + 31) // 32
+
+
+def masked(x: torch.Tensor, bits: torch.Tensor, native: NativeKernels | None = None) -> torch.Tensor:
+    """x in fp32, with -inf where a row may not take a place.
+
+    Args:
+        x: `[rows, size]`, fp32 or bf16.
+        bits: of each row, `[rows, ⌈size / 32⌉]`; see `TokenMasks`.
+        native: the kernels to run with; None: torch.
+    """
+    if native is not None:
+        out = torch.empty(x.shape, dtype=torch.float32)
+        native.call("mask_places", x.contiguous(), bits.contiguous(), out, *x.shape, x.dtype == torch.bfloat16)
+        return out
+    places = torch.arange(32, device=x.device)
+    allowed = (bits.to(x.device).unsqueeze(-1) >> places & 1).flatten(1)[:, : x.shape[1]]
+    return x.float().masked_fill(allowed == 0, -torch.inf)
+
+
+def best_places(
+    native: NativeKernels, x: torch.Tensor, masks: TokenMasks | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The first place of the largest value of every row, int64 `[rows]`, and that value in fp32: NaN where any is.
 
-    Args: x: `[rows, size]`, fp32 or bf16.
+    Args:
+        x: `[rows, size]`, fp32 or bf16.
+        masks: which places the rows may take; -inf is the largest value of a row that may take none.
     """
     rows, size = x.shape
     places, best = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-    native.call("best_places", x.contiguous(), places, best, rows, size, x.dtype == torch.bfloat16)
+    bits, mask_of = (None, None) if masks is None else (masks.bits.contiguous(), torch.tensor(masks.mask_of))
+    native.call("best_places", x.contiguous(), bits, mask_of, places, best, rows, size, x.dtype == torch.bfloat16)
     return places, best
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from ..engine.constraints import Constraint
 from ..engine.drafting import Drafting
 from ..engine.engine import Engine
 from ..engine.sampler import SamplingParams, Trace
@@ -20,6 +21,7 @@ from ..scheduling.request import Request
 from .options import CallOptions, GenerateOptions, UnsupportedOptionError, resolve_options, understood
 from .prompts import PromptError, check_prompt
 from .stock import eos_token_ids, stock_logits_processors, stock_stopping_criteria
+from .structured import GrammarCompiler
 
 
 class RequestBuilder:
@@ -37,6 +39,7 @@ class RequestBuilder:
     ) -> None:
         self.model, self.engine, self.tokenizer, self.seed = model, engine, tokenizer, seed
         self._request_ids = itertools.count()
+        self._grammars = GrammarCompiler(model.config.vocab_size, _first(model.config.eos_token_id))
 
     def resolve(
         self,
@@ -50,7 +53,8 @@ class RequestBuilder:
         Args:
             kwargs: as of `ContinuousBatchingGenerator.generate()`. None is as if not given.
             face: what the user called, where stock `generate()` cannot take over; None: it can.
-        Raises: UnsupportedOptionError; TypeError; ValueError: an option that cannot be honoured, by name.
+        Raises: UnsupportedOptionError; TypeError; ValueError: an option that cannot be honoured, by name. ImportError:
+            it needs an extra.
         """
         names = {field.name for field in dataclasses.fields(CallOptions)}
         given = {name: value for name, value in kwargs.items() if name in names and value is not None}
@@ -58,7 +62,10 @@ class RequestBuilder:
             given["seed"] = self.seed if self.seed is not None else int(torch.randint(2**62, ()))
         if "assistant_model" in given:
             given["assistant_model"] = as_lfm2_cb(given["assistant_model"])
-        call = CallOptions(**{"tokenizer": self.tokenizer, **given})
+        tokenizer = given.setdefault("tokenizer", self.tokenizer)
+        if "structured" in given:
+            given["structured"] = self._grammars.compile_all(given["structured"], tokenizer)
+        call = CallOptions(**given)
         rest = {name: value for name, value in kwargs.items() if name not in names}
         options = resolve_options(self.model, generation_config, num_prompts, call, rest)
         if face is not None and options.left_to_stock:
@@ -154,8 +161,15 @@ class RequestBuilder:
         in_dict = bool(config.return_dict_in_generate)
         trace = Trace(in_dict and bool(config.output_scores), in_dict and bool(config.output_logits), call.logprobs)
         keeps = trace.keep_scores or trace.keep_logits or trace.num_logprobs is not None
+        eos, grammar = eos_token_ids(config), _of_prompt(call.structured, index)
         return SamplingParams(
-            bool(config.do_sample), seed, eos_token_ids(config), processors, criteria, trace if keeps else None
+            bool(config.do_sample),
+            seed,
+            eos,
+            processors,
+            criteria,
+            trace if keeps else None,
+            None if grammar is None else Constraint(grammar, len(ids), eos),
         )
 
     def _drafting(self, config: GenerationConfig, call: CallOptions) -> Drafting | None:
@@ -203,6 +217,10 @@ def sequence_seed(seed: int, index: int, sequence: int) -> int:
 
 def _of_prompt(value: Any, index: int) -> Any:
     return value[index] if isinstance(value, (list, tuple)) else value
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) and value else value
 
 
 def _numbered(allowed: Callable[[int, Any], list[int]], index: int) -> Callable[[int, Any], list[int]]:

@@ -95,6 +95,7 @@ class CallOptions:
     seed: int = 0
     priority: int | Sequence[int] = 0  # higher runs first; one for the call, or one a prompt
     use_prefix_cache: bool | Sequence[bool] = True  # whether to reuse, and to leave, cached prefixes; as above
+    structured: Any = None  # what answers look like: a compiled `Grammar`, or a list with one (or None) a prompt
     assistant_model: Any = None  # a smaller LFM2 of the same vocabulary, to guess tokens
     on_error: str = "raise"  # "return": a prompt that cannot be run has an output with its error, and others run
 
@@ -167,7 +168,7 @@ def resolve_options(
         if len(limits) != num_prompts:
             raise ValueError(f"max_new_tokens has {len(limits)} entries for {num_prompts} prompts")
         kwargs["max_new_tokens"] = max(limits, default=1)
-    for name in ("priority", "use_prefix_cache"):
+    for name in ("priority", "use_prefix_cache", "structured"):
         value = getattr(call, name)
         if isinstance(value, (list, tuple)) and len(value) != num_prompts:
             raise ValueError(f"{name} has {len(value)} entries for {num_prompts} prompts")

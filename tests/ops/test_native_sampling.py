@@ -3,13 +3,14 @@
 import random
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation import TopKLogitsWarper, TopPLogitsWarper
 
 from lfm2_cb.engine.sampler import BadLogits, SamplingParams, draw, sample, take_best
 from lfm2_cb.engine.warpers import process_rows
-from lfm2_cb.ops.sampling import nucleus, top_candidates
+from lfm2_cb.ops.sampling import TokenMasks, masked, nucleus, top_candidates
 
 pytestmark = pytest.mark.skipif(
     shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
@@ -41,6 +42,48 @@ def test_take_best(kernels, kind, size, dtype):
     logits[:, size // 2] = 0.0  # one that is not masked
     first = [row.index(max(row)) for row in logits.tolist()]
     assert take_best(logits, kernels) == first == take_best(logits)
+
+
+def make_bits(rows: int, size: int, share: float) -> torch.Tensor:
+    """Random masks, whose bits beyond the size are random too."""
+    words = TokenMasks.words(size)
+    chosen = (torch.rand(rows, words, 32) < share).long()
+    return (chosen << torch.arange(32)).sum(-1).to(torch.int32)
+
+
+def unpacked(bits: torch.Tensor, size: int) -> torch.Tensor:
+    return torch.from_numpy(np.unpackbits(bits.numpy().view(np.uint8), axis=1, bitorder="little")[:, :size]).bool()
+
+
+@SIZES
+@pytest.mark.parametrize("share", [0.001, 0.5, 0.97])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masks(kernels, size, share, dtype):
+    logits = make_logits("tied" if share == 0.5 else "plain", 5, size).to(dtype)
+    bits = make_bits(4, size, share)
+    expected = logits.float()
+    expected[:4][~unpacked(bits, size)] = -torch.inf
+    assert torch.equal(masked(logits[:4], bits, kernels), expected[:4])
+    assert torch.equal(masked(logits[:4], bits), expected[:4])
+
+    masks = TokenMasks(bits, [0, 1, -1, 2, 3])
+    order = [0, 1, 4, 2, 3]
+    best = [max(row) for row in expected[order].tolist()]
+    wanted = [row.index(top) for row, top in zip(expected[order].tolist(), best, strict=True)]
+    for found in (take_best(logits[order], kernels, masks), take_best(logits[order], None, masks)):
+        for place, place_wanted, top in zip(found, wanted, best, strict=True):
+            assert isinstance(place, BadLogits) if top == -torch.inf else place == place_wanted
+
+
+def test_nothing_allowed_and_nan(kernels):
+    logits = torch.randn(3, 100)
+    logits[0, 70] = torch.nan
+    bits = torch.zeros(3, 4, dtype=torch.int32)
+    bits[0, 0], bits[1, 2] = -1, 1 << 6
+    found = take_best(logits, kernels, TokenMasks(bits, [0, 1, 2]))
+    assert found[0] == int(logits[0, :32].argmax()) and found[1] == 70 and isinstance(found[2], BadLogits)
+    bits[0, 2] = 1 << 6
+    assert isinstance(take_best(logits, kernels, TokenMasks(bits, [0, 1, 2]))[0], BadLogits)
 
 
 @SIZES

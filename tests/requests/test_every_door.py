@@ -62,6 +62,7 @@ CASES = {
     "eta_cutoff": (SAMPLED, {"eta_cutoff": 0.5}),
     "logits_processor": ({}, {"logits_processor": [suppress_best]}),
     "stopping_criteria": ({}, {"stopping_criteria": [ends_at_five_more]}),
+    "structured": ({}, {"structured": {"type": "array", "items": {"type": "integer"}, "minItems": 3}}),
     "prefix_allowed_tokens_fn": ({}, {"prefix_allowed_tokens_fn": first_letters}),
 }
 

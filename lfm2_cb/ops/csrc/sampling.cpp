@@ -8,25 +8,43 @@ constexpr int64_t SUMMED = 128;  // values that are summed in fp32; such sums ar
 
 inline int64_t threads_for(int64_t rows, int64_t num_threads) { return rows < num_threads ? rows : num_threads; }
 
-// The first place of the largest of x; *best its value, or NaN where any is.
-template <class T>
-int64_t best_place(const T* x, int64_t size, float* best) {
+// Whether each of the W places from i (a multiple of W) is allowed: places have a bit each, in words of 32.
+inline ivec allowed(const int32_t* bits, int64_t i) {
+    ivec lane_bits;
+    for (int l = 0; l < W; l++) lane_bits[l] = 1 << l;
+    return (((int32_t)((uint32_t)bits[i / 32] >> i % 32) - ivec{}) & lane_bits) != 0;
+}
+
+inline bool is_allowed(const int32_t* bits, int64_t i) { return (uint32_t)bits[i / 32] >> i % 32 & 1; }
+
+inline bool none_allowed(const int32_t* bits, int64_t start, int64_t end) {
+    uint32_t any = 0;
+    for (int64_t word = start / 32; 32 * word < end; word++) any |= (uint32_t)bits[word];
+    return any == 0;
+}
+
+// The first place of the largest of x, where `masked` of those that `bits` allow; *best its value (-inf where none is
+// allowed), or NaN where any is.
+template <bool masked, class T>
+int64_t best_place(const T* x, const int32_t* bits, int64_t size, float* best) {
     float top = -INFINITY;
     int64_t at = 0;
     bool has_nan = false;
     for (int64_t start = 0; start < size; start += BLOCK) {  // first in which block it is
         const int64_t end = start + BLOCK < size ? start + BLOCK : size;
+        if (masked && none_allowed(bits, start, end)) continue;
         vec most = fill(-INFINITY);
         ivec nans = {};
         int64_t i = start;
         for (; i + W <= end; i += W) {
-            const vec v = load(x + i);
+            const vec v = masked ? select(allowed(bits, i), load(x + i), fill(-INFINITY)) : load(x + i);
             nans |= (ivec)(v != v);
             most = maximum(most, v);
         }
         float block_top = largest(most);
         for (int l = 0; l < W; l++) has_nan |= nans[l] != 0;
         for (; i < end; i++) {
+            if (masked && !is_allowed(bits, i)) continue;
             const float v = to_float(x[i]);
             has_nan |= v != v;
             if (v > block_top) block_top = v;
@@ -37,9 +55,17 @@ int64_t best_place(const T* x, int64_t size, float* best) {
         }
     }
     *best = has_nan ? NAN : top;
-    if (has_nan) return 0;
-    while (to_float(x[at]) != top) at++;
+    if (has_nan || top == -INFINITY) return 0;
+    while (to_float(x[at]) != top || (masked && !is_allowed(bits, at))) at++;
     return at;
+}
+
+// out = x where `bits` allow it, else -inf.
+template <class T>
+void mask(const T* x, const int32_t* bits, int64_t size, float* out) {
+    int64_t i = 0;
+    for (; i + W <= size; i += W) store(out + i, select(allowed(bits, i), load(x + i), fill(-INFINITY)));
+    for (; i < size; i++) out[i] = is_allowed(bits, i) ? to_float(x[i]) : -INFINITY;
 }
 
 // All of x that may be among its k largest (and all that tie with them), by place: `places` and `values`, of which
@@ -122,7 +148,7 @@ inline float sum_of(const float* x, int64_t size) {
 // e^(x - largest) of all; their sum, 0 where there is none or it is not finite.
 double weigh(const float* x, int64_t size, float* weights) {
     float top;
-    best_place(x, size, &top);
+    best_place<false>(x, nullptr, size, &top);
     if (!(top > -INFINITY && top < INFINITY)) return 0.0;
     int64_t i = 0;
     for (; i + W <= size; i += W) store(weights + i, exponential(load(x + i) - top));
@@ -210,13 +236,34 @@ int64_t draw(const float* x, int64_t size, double uniform, float* weights) {
 
 }  // namespace
 
-// x [rows, size]; places [rows]: of each row's largest value, the first; best [rows]: it, or NaN where any is
-KERNEL(best_places)(const void* x, int64_t* places, float* best, int64_t rows, int64_t size, int64_t is_bf16,
+// x [rows, size]; places [rows]: of each row's largest value, the first; best [rows]: it, or NaN where any is.
+// bits [masks, words of 32 places] or null; mask_of [rows]: by which of them the row is masked, -1: by none
+KERNEL(best_places)(const void* x, const int32_t* bits, const int64_t* mask_of, int64_t* places, float* best,
+                    int64_t rows, int64_t size, int64_t is_bf16, int64_t num_threads) {
+    const int64_t words = (size + 31) / 32;
+#pragma omp parallel for schedule(static) num_threads(threads_for(rows, num_threads))
+    for (int64_t r = 0; r < rows; r++) {
+        const bf16* half = (const bf16*)x + r * size;
+        const float* whole = (const float*)x + r * size;
+        if (bits && mask_of[r] >= 0) {
+            const int32_t* own = bits + mask_of[r] * words;
+            places[r] = is_bf16 ? best_place<true>(half, own, size, best + r)
+                                : best_place<true>(whole, own, size, best + r);
+        } else {
+            places[r] = is_bf16 ? best_place<false>(half, nullptr, size, best + r)
+                                : best_place<false>(whole, nullptr, size, best + r);
+        }
+    }
+}
+
+// x [rows, size]; bits [rows, words of 32 places]; out [rows, size]: x where its bit is set, else -inf
+KERNEL(mask_places)(const void* x, const int32_t* bits, float* out, int64_t rows, int64_t size, int64_t is_bf16,
                     int64_t num_threads) {
+    const int64_t words = (size + 31) / 32;
 #pragma omp parallel for schedule(static) num_threads(threads_for(rows, num_threads))
     for (int64_t r = 0; r < rows; r++)
-        places[r] = is_bf16 ? best_place((const bf16*)x + r * size, size, best + r)
-                            : best_place((const float*)x + r * size, size, best + r);
+        if (is_bf16) mask((const bf16*)x + r * size, bits + r * words, size, out + r * size);
+        else mask((const float*)x + r * size, bits + r * words, size, out + r * size);
 }
 
 // x [rows, size]; k [rows], at most 1024; places, values [rows, room]; counts [rows]: see `candidates`
