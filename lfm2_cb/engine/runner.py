@@ -8,9 +8,11 @@ import torch
 
 from ..model.changes import ModelWatch
 from ..model.configuration import layers_of_type, rope_type
+from ..model.conversion import stock_of
 from ..model.decode_batch import DecodeBatch
 from ..model.hybrid_cache import CachePlan, HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
+from ..model.placement import place_side_by_side
 from ..model.ragged_batch import RaggedBatch, Row
 from ..ops.kernel_set import KernelSet
 from ..ops.native import NativeKernels
@@ -45,6 +47,9 @@ class ModelRunner:
             raise ValueError("the config has neither attention nor conv layers")
         self.model, self.kernel_size = model, config.conv_L_cache
         self.kernels = KernelSet.resolve(kernels, model.device, model.dtype)
+        if self.kernels.native is not None:
+            stock = stock_of(model)
+            place_side_by_side(model, stock() if stock is not None else None)
         self._watch = ModelWatch(model)
         self._watch.check()
         self.cache = HybridCache(config, plan, model.dtype, model.device)

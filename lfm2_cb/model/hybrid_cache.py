@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from ..ops.attention.kv_blocks import KVBlocks, bytes_per_row, copy_block, make_blocks, zeros
+from ..ops.attention.kv_blocks import KVBlocks, bytes_per_row, copy_block, make_blocks
 from ..ops.kernel_set import REFERENCE, KernelSet
+from ..ops.memory import zeros
 from .configuration import head_dim, layers_of_type
 
 #: what `cache_dtype=` may be → the dtype of K/V; None: the model's

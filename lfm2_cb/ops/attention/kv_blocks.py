@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from ..linear.int8 import round_to_bf16
+from ..memory import zeros
 from ..native import NativeKernels
 
 
@@ -44,17 +43,6 @@ def make_blocks(shape: tuple[int, int, int, int], dtype: torch.dtype, device: to
     if dtype != torch.int8:
         return zeros(shape, dtype, device)
     return Int8Blocks(zeros(shape, dtype, device), zeros((*shape[:-1], 1), torch.bfloat16, device))
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """`torch.zeros`, but on CPU of pages that the system commits when they are first written to (`torch.zeros` writes
-    to all of them): a budget of gigabytes then costs what is used of it. Aligned to 64 bytes."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(num_bytes + 64, dtype=np.uint8))
-    start = -memory.data_ptr() % 64
-    return memory[start : start + num_bytes].view(dtype).view(shape)
 
 
 def bytes_per_row(head_dim: int, dtype: torch.dtype) -> int:

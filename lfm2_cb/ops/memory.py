@@ -1,0 +1,29 @@
+"""Memory for what is large and is read over and over: weights and caches."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+
+def region(num_bytes: int) -> np.ndarray:
+    """Zeros, uint8 `[num_bytes]`, aligned to 64 bytes, in this process's own memory.
+
+    The system commits pages when they are first written to, and huge ones where it has them for the asking: numpy asks
+    Linux for them from 4 MB on. (Measured on one core of a Xeon: the linears of a decode step of a 350M model in bf16
+    take 63, 68 and 100 ms at 4, 16 and 64 rows from pages of 4 KB, and 46, 57 and 82 from huge ones; attention takes
+    10 to 14 % less.)
+    """
+    memory = np.zeros(num_bytes + 64, dtype=np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + num_bytes]
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`torch.zeros`, but on CPU in a `region` (`torch.zeros` writes to all of it): a budget of gigabytes then costs
+    what is used of it."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(region(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
