@@ -18,6 +18,7 @@ from ..engine.sampler import SamplingParams, Trace
 from ..loading import as_lfm2_cb
 from ..model.modeling import Lfm2CbForCausalLM
 from ..scheduling.request import Request
+from ..scheduling.scheduler import RequestTooLarge
 from .options import CallOptions, GenerateOptions, UnsupportedOptionError, resolve_options, understood
 from .prompts import PromptError, check_prompt
 from .stock import eos_token_ids, stock_logits_processors, stock_stopping_criteria
@@ -91,7 +92,7 @@ class RequestBuilder:
             first_index: place of the first prompt in the call, whose options may have one entry a prompt.
             number_offset: added to a prompt's place for what it counts as in seeds and `prefix_allowed_tokens_fn`.
             width: padded length of a tensor of prompts, which total lengths (`max_length`) then count from.
-        Raises: PromptError; RequestTooLarge; ValueError: what is wrong with a prompt or its limit.
+        Raises: PromptError; RequestTooLarge: what is wrong with a prompt, or with its limit.
         """
         requests = []
         for index, ids in enumerate(token_ids, first_index):
@@ -99,7 +100,7 @@ class RequestBuilder:
                 if isinstance(ids, PromptError):
                     raise ids
                 requests.append(self._build_one(index, index + number_offset, ids, options, width))
-            except ValueError as error:
+            except (PromptError, RequestTooLarge) as error:
                 if options.call.on_error == "raise":
                     raise
                 requests.append(self._failed(index, [] if isinstance(ids, PromptError) else ids, options, error))
@@ -129,7 +130,7 @@ class RequestBuilder:
             request.drafting = self._drafting(config, call)
         return first
 
-    def _failed(self, index: int, ids: Sequence[int], options: GenerateOptions, error: ValueError) -> Request:
+    def _failed(self, index: int, ids: Sequence[int], options: GenerateOptions, error: Exception) -> Request:
         num_sequences = options.of_prompt(index).config.num_return_sequences or 1
         first, *rest = (
             Request(next(self._request_ids), list(ids), 1, params=SamplingParams()) for _ in range(num_sequences)
@@ -188,7 +189,7 @@ def max_new_tokens(
 ) -> int:
     """The request's token limit, by stock's precedence of `max_new_tokens` over `max_length`.
 
-    Raises: ValueError: nothing may be generated, or the model's positions do not suffice; with the numbers.
+    Raises: PromptError: nothing may be generated, or the model's positions do not suffice; with the numbers.
     """
     resolved = options.of_prompt(index)
     config = resolved.config
@@ -201,9 +202,9 @@ def max_new_tokens(
     else:
         limit = config.max_length - prompt_length - padding
         if limit < 1:
-            raise ValueError(f"prompt {index} has {prompt_length} tokens, and max_length={config.max_length}")
+            raise PromptError(f"prompt {index} has {prompt_length} tokens, and max_length={config.max_length}")
     if prompt_length + limit > max_position_embeddings:
-        raise ValueError(
+        raise PromptError(
             f"prompt {index} has {prompt_length} tokens; with max_new_tokens={limit} it exceeds the model's "
             f"{max_position_embeddings} positions (max_position_embeddings)"
         )

@@ -9,7 +9,13 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
-from .stock import ResolvedConfig, options_set, resolve_generation_config
+from .stock import (
+    ResolvedConfig,
+    options_set,
+    resolve_generation_config,
+    stock_logits_processors,
+    stock_stopping_criteria,
+)
 from .validation import check_types
 
 #: fields of GenerationConfig that the engine follows, request by request
@@ -182,7 +188,25 @@ def resolve_options(
     for value in limits or []:
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"max_new_tokens must be a positive integer, got {value!r}")
+    for resolved in known.values():
+        _check_usable(model, resolved.config, call)
     return GenerateOptions([known[id(config)] for config in configs or [None]], limits, call)
+
+
+def _check_usable(model: PreTrainedModel, config: GenerationConfig, call: CallOptions) -> None:
+    """Build once for nobody what each request will have: stock looks at many options no earlier, and a prompt must
+    not be blamed for them."""
+    if not any(name in LEFT_TO_STOCK for name in options_set(config)):
+        with understood(config):
+            stock_logits_processors(model, config, [0], 1, 0, call.logits_processor, call.prefix_allowed_tokens_fn)
+            stock_stopping_criteria(model, config, call.stopping_criteria, call.tokenizer)
+        biases = config.sequence_bias or {}
+        words = {"sequence_bias": biases if isinstance(biases, dict) else [ids for ids, _ in biases]}
+        words["bad_words_ids"] = config.bad_words_ids or []
+        for name, sequences in words.items():
+            bad = next((token for ids in sequences for token in ids if token >= model.config.vocab_size), None)
+            if bad is not None:
+                raise ValueError(f"{name} has token id {bad}, outside the vocabulary of {model.config.vocab_size}")
 
 
 def _resolve(model: PreTrainedModel, config: GenerationConfig | None, kwargs: dict[str, Any]) -> ResolvedConfig:

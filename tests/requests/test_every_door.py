@@ -273,3 +273,26 @@ def test_on_error_is_checked_and_a_tensor_has_no_place_for_errors(doors):
         doors.generator.generate([TEXT], on_error="ignore")
     with pytest.raises(ValueError, match="on_error"):
         doors.generator.generate(torch.tensor([doors.ids]), on_error="return")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"do_sample": True, "temperature": 0.0},
+        {"stop_strings": ["x"]},
+        {"sequence_bias": [[[10**6], 1.0]]},
+        {"sequence_bias": {(3, 10**6): 1.0}},
+        {"bad_words_ids": [[3], [4, 10**6]]},
+        {"repetition_penalty": -1.0},
+    ],
+    ids=lambda option: list(option)[-1],
+)
+def test_a_bad_option_is_nobodys_prompts_fault(demo_stock, option):
+    """It raises once, before any prompt is looked at, also where prompts' errors are returned."""
+    name = {"repetition_penalty": "penalty"}.get(list(option)[-1], list(option)[-1])  # as stock calls it
+    with (
+        ContinuousBatchingGenerator(demo_stock, cache_memory="8MiB") as generator,
+        pytest.raises(ValueError) as caught,
+    ):
+        generator.resolve(None, {**option, "on_error": "return"})
+    assert name in str(caught.value) or (name == "stop_strings" and "tokenizer" in str(caught.value))
