@@ -106,6 +106,7 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add("--do-sample", action=argparse.BooleanOptionalAction, default=None)
     add("--seed", type=int, default=0, help="of sampling, with each row's number (default: %(default)s)")
     add("--stop", nargs="+", metavar="TEXT", help="strings that end an answer")
+    add("--json-schema", metavar="FILE", help="a JSON schema that every answer fits (needs the extra structured)")
     for name, kind in GENERATION_FLAGS.items():
         add(f"--{name.replace('_', '-')}", type=kind)
     add("--set", nargs="+", default=[], metavar="NAME=JSON", help="any other generation option")
@@ -119,6 +120,8 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         options["do_sample"] = args.do_sample
     if args.stop:
         options["stop_strings"] = args.stop
+    if args.json_schema is not None:
+        options["structured"] = _read_object(args.json_schema)
     for assignment in args.set:
         name, equals, value = assignment.partition("=")
         if not equals or name in options:
@@ -135,12 +138,15 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
 def generation_config(args: argparse.Namespace) -> GenerationConfig | None:
     """The file of `--generation-config`, if one is given. Raises: UsageError; OSError."""
     path = args.generation_config
-    if path is None:
-        return None
+    return None if path is None else GenerationConfig.from_dict(_read_object(path))
+
+
+def _read_object(path: str) -> dict[str, Any]:
+    """The JSON object in a file. Raises: UsageError; OSError."""
     try:
         data = json.loads(Path(path).read_text("utf-8"))
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise UsageError(f"{path} holds no object")
-    return GenerationConfig.from_dict(data)
+    return data

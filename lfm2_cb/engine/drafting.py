@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from transformers.utils import logging
 
 from ..scheduling.request import Request
+from .constraints import GrammarError
 
 logger = logging.get_logger("transformers.lfm2_cb")
 
@@ -161,6 +162,7 @@ class Speculation:
     _accepted: float = 1.0  # of all requests, older ones counting less: what a new one starts from
     _judged: float = 2.0
     _step_tokens: int = 0  # of the last step, without guesses
+    _forced: set[int] = field(default_factory=set)  # ids of the requests whose drafts of this step are no guesses
     _propose_seconds: dict[int, float] = field(default_factory=dict)  # per guess deep, by id of the drafter
 
     #: a guess is made while its chance of being right is above one of these; inf: no guesses
@@ -170,7 +172,9 @@ class Speculation:
 
     def draft(self, running: Sequence[Request]) -> None:
         """Give guesses to the running requests that decode next."""
-        ready = [r for r in running if r.drafting is not None and r.num_tokens - r.num_computed_tokens == 1]
+        decoding = [r for r in running if r.num_tokens - r.num_computed_tokens == 1]
+        self._forced = {r.request_id for r in decoding if _draft_forced(r)}
+        ready = [r for r in decoding if r.drafting is not None and r.request_id not in self._forced]
         if not ready:
             return
         limits = [min(r.drafting.max_tokens, r.max_num_tokens - r.num_tokens - 1) for r in ready]
@@ -245,7 +249,7 @@ class Speculation:
         """Learn from a verified draft."""
         looked_at = num_accepted + (num_accepted < num_drafts)
         drafting = request.drafting
-        if drafting is None:
+        if drafting is None or request.request_id in self._forced:
             return
         drafting.accepted = 0.85 * drafting.accepted + num_accepted
         drafting.judged = 0.85 * drafting.judged + looked_at
@@ -264,6 +268,20 @@ class Speculation:
         """The request has ended or lost its place."""
         if request.drafting is not None:
             request.drafting.drafter.forget(request)
+
+
+def _draft_forced(request: Request) -> bool:
+    """Let tokens that a grammar leaves no choice about be verified in one step. Nothing is lost by that: each would be
+    computed anyway, in a step of its own."""
+    constraint = getattr(request.params, "constraint", None)
+    limit = request.max_num_tokens - request.num_tokens - 1
+    if constraint is None or limit < 1:
+        return False
+    try:
+        request.draft_token_ids = constraint.forced(request.token_ids)[:limit]
+    except GrammarError:  # the step will say so when it chooses
+        return False
+    return bool(request.draft_token_ids)
 
 
 def _depth(chance: float, threshold: float, most: int) -> int:

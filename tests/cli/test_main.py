@@ -42,6 +42,18 @@ def lines(path):
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
+def test_a_json_schema_in_a_file(folder, capsys):
+    pytest.importorskip("llguidance")
+    schema = {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 1}
+    (folder / "schema.json").write_text(json.dumps(schema))
+    assert generate("--output", "out.jsonl", "--json-schema", "schema.json", "--max-new-tokens", "12") == 0
+    assert all(json.loads(r["text"]) in ([True], [False]) for r in lines(folder / "out.jsonl"))
+    (folder / "schema.json").write_text(json.dumps({"not": schema}))
+    capsys.readouterr()
+    assert generate("--output", "other.jsonl", "--json-schema", "schema.json") == 2
+    assert "cannot be enforced" in capsys.readouterr().err and not (folder / "other.jsonl").exists()
+
+
 def test_generate_then_the_same_again_then_another(folder, capsys):
     assert generate("--output", "out.jsonl", "--ordered", "--keep", "id") == 0
     assert "12 rows" in capsys.readouterr().err

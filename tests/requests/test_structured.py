@@ -11,7 +11,7 @@ import torch
 
 import lfm2_cb.requests.structured as structured_module
 from lfm2_cb import ContinuousBatchingGenerator, Structured
-from lfm2_cb.engine.constraints import GrammarError
+from lfm2_cb.engine.constraints import Constraint, GrammarError
 from lfm2_cb.engine.engine import Engine
 from lfm2_cb.requests.options import UnsupportedOptionError
 from lfm2_cb.requests.structured import GrammarCompiler, StructuredUnavailable
@@ -165,7 +165,8 @@ def test_without_native_kernels_the_answers_are_the_same(demo_stock, demo_tokeni
             assert [o.token_ids for o in said[0]] == [o.token_ids for o in said[1]]
 
 
-def test_drafts_change_nothing(generator):
+def test_drafts_change_nothing(generator, monkeypatch):
+    monkeypatch.setattr(Constraint, "forced", lambda *_: [])  # all are guesses
     options = {"do_sample": True, "seed": 6, "max_new_tokens": 40, "structured": SCHEMAS[18]}
     prompts = [json.dumps({"v": 1, "next": {"v": 1, "next": {"v": 1, "next": None}}}) * 2] * 3
     plain = [output.token_ids for output in generator.generate(prompts, **options)]
@@ -174,6 +175,25 @@ def test_drafts_change_nothing(generator):
     assert generator.engine.speculation.num_accepted > before
     model = generator.model
     assert [o.token_ids for o in generator.generate(prompts, assistant_model=model, **options)] == plain
+
+
+def test_forced_tokens_are_verified_together(generator, monkeypatch):
+    schema = record(**{f"a property with a long name {i}": {"type": "boolean"} for i in range(4)})
+    options = {"do_sample": True, "seed": 9, "max_new_tokens": 90, "structured": schema}
+
+    def answers(**more):
+        steps, step = [], generator.engine.step
+        with monkeypatch.context() as patch:
+            patch.setattr(generator.engine, "step", lambda: (steps.append(1), step())[1])
+            outputs = generator.generate([TEXT] * 3, **options, **more)
+        return [output.token_ids for output in outputs], len(steps)
+
+    fast, num_fast = answers()
+    guessing, num_guessing = answers(prompt_lookup_num_tokens=5)
+    monkeypatch.setattr(Constraint, "forced", lambda *_: [])
+    slow, num_slow = answers()
+    assert fast == guessing == slow and num_slow == max(map(len, slow))
+    assert num_guessing <= num_fast < num_slow / 3
 
 
 def test_preempted_requests_go_on_where_they_were(demo_stock, demo_tokenizer, generator):
