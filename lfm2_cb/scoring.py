@@ -85,19 +85,19 @@ class Scorer:
             )
         return token_ids[:-1]  # nothing is predicted from the last
 
-    def _trees(self, sequences: list[list[int]]) -> Iterator[PrefixTree]:
-        tree = PrefixTree()
+    def _trees(self, sequences: list[list[int]]) -> Iterator[TokenTree]:
+        tree = TokenTree()
         for i in sorted(range(len(sequences)), key=sequences.__getitem__):
             if tree.num_tokens and tree.num_tokens + tree.num_new(sequences[i]) > self.max_batch_tokens:
                 yield tree
-                tree = PrefixTree()
+                tree = TokenTree()
             tree.add(i, sequences[i])
         if tree.members:
             yield tree
 
     @torch.inference_mode()
     def _score_tree(
-        self, tree: PrefixTree, continuations: list[tuple[int, list[int]]]
+        self, tree: TokenTree, continuations: list[tuple[int, list[int]]]
     ) -> list[tuple[int, ContinuationScore]]:
         # Continuations that part at one token look into the same row of logits, which is computed once.
         wanted = [path[-len(tokens) :] for path, (_, tokens) in zip(tree.paths, continuations, strict=True)]
@@ -112,7 +112,7 @@ class Scorer:
         return results
 
     def _look_up(
-        self, tree: PrefixTree, rows: np.ndarray, places: np.ndarray, targets: np.ndarray
+        self, tree: TokenTree, rows: np.ndarray, places: np.ndarray, targets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """For each target token, looked up in `rows[place]`: its log-probability, and whether it is the likeliest."""
         device = self.model.device
@@ -133,7 +133,7 @@ class Scorer:
         return logprobs, is_best
 
 
-class PrefixTree:
+class TokenTree:
     """Sequences, added in sorted order, with what each shares with the one before it held once.
 
     members: what was added, by the caller's index. paths: for each, the packed rows of its tokens.
@@ -172,7 +172,7 @@ class PrefixTree:
 class TreeState:
     """A prefix tree as the `SequenceState` that the layers ask. Every token sees its ancestors, and only those."""
 
-    def __init__(self, tree: PrefixTree, kernel_size: int, device: torch.device, kernels: KernelSet) -> None:
+    def __init__(self, tree: TokenTree, kernel_size: int, device: torch.device, kernels: KernelSet) -> None:
         self.kernels = kernels  # attention and convolution over trees are torch's: no kernel knows them
         self.input_ids = torch.tensor(tree.token_ids, device=device)
         self.position_ids = torch.tensor(tree.positions, device=device)

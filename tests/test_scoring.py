@@ -7,7 +7,7 @@ import torch
 from helpers import ours, random_stock
 
 from lfm2_cb.requests.prompts import PromptError
-from lfm2_cb.scoring import PrefixTree, Scorer
+from lfm2_cb.scoring import TokenTree, Scorer
 
 
 @torch.no_grad()
@@ -52,7 +52,7 @@ def test_greedy_continuations_are_known_as_such():
 
 
 def test_what_is_shared_is_computed_once():
-    tree = PrefixTree()
+    tree = TokenTree()
     for index, sequence in enumerate([[1, 2, 3], [1, 2, 3, 4], [1, 2, 5], [7]]):
         tree.add(index, sequence)
     assert tree.token_ids == [1, 2, 3, 4, 5, 7] and tree.positions == [0, 1, 2, 3, 2, 0]

@@ -22,7 +22,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS, dynamic_rope_update
 from transformers.modeling_utils import slice_logits_to_keep
-from transformers.utils import can_return_tuple, logging
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -184,6 +185,7 @@ class Lfm2CbPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
+    _can_compile_fullgraph = True  # so that stock's generate() compiles over a static cache, as for its own class
     _can_record_outputs = {"hidden_states": Lfm2CbDecoderLayer, "attentions": Lfm2CbAttention}
 
     @classmethod
@@ -198,6 +200,12 @@ class Lfm2CbPreTrainedModel(PreTrainedModel):
                 initialization.normal_(parameter, std=self.config.initializer_range)
         elif isinstance(module, Lfm2CbSparseMLP) and module.expert_bias is not None:
             initialization.zeros_(module.expert_bias)
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As stock's, in the stock layout; a quantised model is written as its layers hold it."""
+        if getattr(self, "hf_quantizer", None) is not None:
+            kwargs["save_original_format"] = False
+        super().save_pretrained(*args, **kwargs)
 
 
 class Lfm2CbModel(Lfm2CbPreTrainedModel):
@@ -223,7 +231,7 @@ class Lfm2CbModel(Lfm2CbPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         state: SequenceState | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> BaseModelOutputWithPast:
         """Hidden states of every token.
 
@@ -291,7 +299,7 @@ class Lfm2CbForCausalLM(Lfm2CbPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],
     ) -> CausalLMOutputWithPast:
         """Logits, and the loss where `labels` are given. Arguments as in `Lfm2CbModel.forward`.
 

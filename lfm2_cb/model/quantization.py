@@ -83,7 +83,6 @@ class Lfm2CbQuantizer(HfQuantizer):
             if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
                 for name in module.named(module.weights):
                     getattr(module, name).requires_grad_(False)  # the loader makes floating-point parameters trainable
-        keep_layout(model)
         return model
 
     def is_serializable(self) -> bool:
@@ -216,8 +215,3 @@ def num_weights(model: PreTrainedModel) -> int:
                 count += matrix.out_features * matrix.in_features if matrix and name == "weight" else parameter.numel()
             seen.add(id(parameter))
     return count
-
-
-def keep_layout(model: PreTrainedModel) -> None:
-    """Make `save_pretrained` write the layers as they are, and not in the stock layout."""
-    model._weight_conversions = []
