@@ -7,7 +7,7 @@ import torch
 from helpers import ours, random_stock
 
 from lfm2_cb.requests.prompts import PromptError
-from lfm2_cb.scoring import TokenTree, Scorer
+from lfm2_cb.scoring import Scorer, TokenTree
 
 
 @torch.no_grad()
