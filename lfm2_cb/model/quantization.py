@@ -15,19 +15,23 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter, WeightRenaming
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..ops.experts import Experts
-from ..ops.linear.quantized import QuantizedEmbedding, QuantizedLinear
+from ..ops.experts import Experts, QuantizedExperts
+from ..ops.linear.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedStack
+from .experts import Lfm2CbSparseMLP
 from .foreign_code import foreign_code
 from .layers import FusedLinear
-from .modeling import Lfm2CbForCausalLM, Lfm2CbPreTrainedModel
+from .modeling import Lfm2CbForCausalLM, Lfm2CbPreTrainedModel, class_for
 
 QUANT_METHOD = "lfm2_cb"
 #: what `weights=` may be → bits of the layers' matrices. (Embedding and head have 8 in both: one matrix, where tied.)
 WEIGHTS = {"int8": 8, "int4": 4}
+
+#: the modules that hold quantised matrices
+QUANTIZED = (QuantizedLinear, QuantizedEmbedding, QuantizedStack)
 
 #: where torch's own quantised layers are defined
 TORCH_QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
@@ -63,8 +67,16 @@ class Lfm2CbQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         owner, _, leaf = param_name.rpartition(".")
-        is_quantized = isinstance(model.get_submodule(owner), (QuantizedLinear, QuantizedEmbedding))
+        is_quantized = isinstance(model.get_submodule(owner), QUANTIZED)
         return leaf == "weight" and is_quantized and not self.pre_quantized
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        """Experts go where `QuantizedExperts` has them."""
+        conversions = [_to_quantized_experts(conversion) for conversion in weight_conversions]
+        if not self.pre_quantized:  # experts that are stacked in the checkpoint already
+            stacks = (f"experts.{name}" for name in ("gate_up_proj", "down_proj"))
+            conversions += [WeightRenaming(stack, f"{stack}.weight") for stack in stacks]
+        return conversions
 
     def get_quantize_ops(self) -> ConversionOps:
         return QuantizeOnLoad()
@@ -80,7 +92,7 @@ class Lfm2CbQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> PreTrainedModel:
         for module in model.modules():
-            if isinstance(module, (QuantizedLinear, QuantizedEmbedding)):
+            if isinstance(module, QUANTIZED):
                 for name in module.named(module.weights):
                     getattr(module, name).requires_grad_(False)  # the loader makes floating-point parameters trainable
         return model
@@ -91,6 +103,15 @@ class Lfm2CbQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return False
+
+
+def _to_quantized_experts(conversion: Any) -> Any:
+    if not isinstance(conversion, WeightConverter) or ".experts." not in conversion.target_patterns[0]:
+        return conversion
+    targets = [f"{target}.weight" for target in conversion.target_patterns]
+    new = WeightConverter(conversion.source_patterns, targets, conversion.operations)
+    new.scope_prefix, new.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
+    return new
 
 
 class QuantizeOnLoad(ConversionOps):
@@ -117,15 +138,22 @@ def _return_free_memory() -> None:
 
 
 def replace_layers(model: PreTrainedModel, weights: str) -> None:
-    """Put quantised layers in the place of a model's linears and embedding, on the meta device."""
+    """Put quantised layers in the place of a model's linears, experts and embedding, on the meta device.
+
+    Routers stay as they are: they are small, and what they choose must not change.
+    """
+    routers = {module.gate for module in model.modules() if isinstance(module, Lfm2CbSparseMLP)}
     for name, module in list(model.named_modules()):
-        if isinstance(module, Experts):
-            raise ValueError(f"weights={weights!r} is not there for mixtures of experts ({name})")
+        if module in routers:
+            continue
         new: nn.Module
         with torch.device("meta"):
             if isinstance(module, nn.Linear):
                 bits = 8 if name == "lm_head" else WEIGHTS[weights]
                 new = QuantizedLinear(module.in_features, module.out_features, module.bias is not None, bits)
+            elif isinstance(module, Experts):
+                num_experts, hidden, width = module.down_proj.shape
+                new = QuantizedExperts(num_experts, hidden, width, WEIGHTS[weights])
             elif isinstance(module, nn.Embedding):
                 new = QuantizedEmbedding(module.num_embeddings, module.embedding_dim)
             else:
@@ -143,17 +171,18 @@ def replace_layers(model: PreTrainedModel, weights: str) -> None:
 def quantize(model: PreTrainedModel, weights: str) -> Lfm2CbForCausalLM:
     """A new model with low-bit weights; the given one is left as it is, and shares nothing with it.
 
-    Args: model: one of ours or a stock `Lfm2ForCausalLM`, in full precision; weights: "int8" or "int4".
+    Args: model: one of ours or a stock one, in full precision; weights: "int8" or "int4".
     Raises: ValueError: another `weights`; weights that are not finite. TypeError: adapters, hooks, patched modules.
     """
     for name, module in model.named_modules():
         if code := foreign_code(module):
             raise TypeError(f"{name or 'the model'} has {code}, which a quantised copy would not have: remove it")
     fields = {k: v for k, v in model.config.to_dict().items() if k != "model_type"}
-    config = Lfm2CbForCausalLM.config_class(**fields, quantization_config=Lfm2CbQuantizationConfig(weights))
+    model_class = class_for(model.config)
+    config = model_class.config_class(**fields, quantization_config=Lfm2CbQuantizationConfig(weights))
     config._attn_implementation = model.config._attn_implementation
     with torch.device("meta"):
-        new = Lfm2CbForCausalLM(config).to(model.dtype)
+        new = model_class(config).to(model.dtype)
     plain = {name for name, _ in new.named_parameters(remove_duplicate=False)}
     parts = {name: list(module.parts) for name, module in new.named_modules() if isinstance(module, FusedLinear)}
     replace_layers(new, weights)
@@ -167,15 +196,16 @@ def quantize(model: PreTrainedModel, weights: str) -> Lfm2CbForCausalLM:
             full_name = f"{name}.{leaf}"
             if full_name in new.all_tied_weights_keys or leaf.startswith("weight_"):
                 continue
-            if isinstance(module, (QuantizedLinear, QuantizedEmbedding)) and leaf == "weight":
+            if isinstance(module, QUANTIZED) and leaf == "weight":
                 parent = name.rpartition(".")[0]
-                names = [full_name] if full_name in source else [f"{parent}.{part}.weight" for part in parts[name]]
+                known = [n for n in (full_name, name) if n in source]  # (stacked experts are a parameter of that name)
+                names = known or [f"{parent}.{part}.weight" for part in parts[name]]
                 module.put(module.quantize(torch.cat([source[n] for n in names])))
             else:
                 setattr(module, leaf, nn.Parameter(source[full_name].clone(), empty.requires_grad))
     new.tie_weights(recompute_mapping=False)
     for name, buffer in model.named_buffers():
-        owner, _, leaf = name.rpartition(".")
+        owner, _, leaf = name.replace("model.pos_emb.", "model.rotary_emb.").rpartition(".")
         setattr(new.get_submodule(owner), leaf, buffer.clone())
     new.generation_config = copy.deepcopy(model.generation_config)
     quantizer = Lfm2CbQuantizer(config.quantization_config, pre_quantized=True)
@@ -209,9 +239,14 @@ def num_weights(model: PreTrainedModel) -> int:
     """Parameters of a model, those of a quantised matrix counted as the matrix has them in full precision."""
     count, seen = 0, set()
     for module in model.modules():
-        matrix = module if isinstance(module, (QuantizedLinear, QuantizedEmbedding)) else None
+        matrix = module if isinstance(module, QUANTIZED) else None
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen and (matrix is None or not name.startswith("weight_")):
-                count += matrix.out_features * matrix.in_features if matrix and name == "weight" else parameter.numel()
+                count += _size_of(matrix) if matrix and name == "weight" else parameter.numel()
             seen.add(id(parameter))
     return count
+
+
+def _size_of(matrix: QuantizedLinear | QuantizedEmbedding | QuantizedStack) -> int:
+    num_matrices = matrix.num_matrices if isinstance(matrix, QuantizedStack) else 1
+    return num_matrices * matrix.out_features * matrix.in_features

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .linear.quantized import QuantizedStack, quantized_linear
+from .native import NativeKernels, resolve_kernels
 from .pointwise import swiglu
 
 #: (rows of one expert `[n, in]`, its matrix as the layer holds it) → `[n, out]`
@@ -87,3 +89,22 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         experts, hidden, width = self.down_proj.shape
         return f"{experts}, hidden={hidden}, width={width}"
+
+
+class QuantizedExperts(nn.Module):
+    """`Experts` of low-bit weights."""
+
+    def __init__(self, num_experts: int, hidden: int, width: int, bits: int) -> None:
+        super().__init__()
+        self.gate_up_proj = QuantizedStack(num_experts, 2 * width, hidden, bits)
+        self.down_proj = QuantizedStack(num_experts, hidden, width, bits)
+
+    def forward(self, x: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """As `mix_experts`, by the native kernels where they can be had."""
+        product = quantized_product(resolve_kernels("auto", x.device, x.dtype))
+        return mix_experts(x, selected, weights, self.gate_up_proj.each(), self.down_proj.each(), product)
+
+
+def quantized_product(native: NativeKernels | None) -> ExpertProduct:
+    """`quantized_linear` by these kernels, for `mix_experts`."""
+    return lambda rows, weights: quantized_linear(rows, weights, None, native)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from .attention.kv_blocks import KVBlocks, write_rows
-from .experts import Experts, mix_experts
+from .experts import Experts, QuantizedExperts, mix_experts, quantized_product
 from .linear.dense import PackedLinear
 from .linear.int8 import native_rows_int8
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, quantized_linear
@@ -70,6 +70,9 @@ class KernelSet:
             gate_up, down = module.gate_up_proj, module.down_proj
             if gate_up.is_contiguous() and down.is_contiguous() and gate_up.dtype == down.dtype == x.dtype:
                 return mix_experts(x, selected, weights, [*gate_up], [*down], self._multiply, self.swiglu)
+        if isinstance(module, QuantizedExperts) and is_plain(module, QuantizedExperts.forward):
+            stacks = module.gate_up_proj.each(), module.down_proj.each()
+            return mix_experts(x, selected, weights, *stacks, quantized_product(self.native), self.swiglu)
         return module(x, selected, weights)
 
     def _multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

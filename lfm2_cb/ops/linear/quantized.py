@@ -84,14 +84,20 @@ class _Quantized(nn.Module):
 
     def quantize(self, weight: torch.Tensor) -> Weights:
         """A matrix as this layer holds it. Raises: ValueError: a weight is not finite."""
-        whole = self._kind(*(torch.empty_like(tensor, device=weight.device) for tensor in self.weights))
+        whole = self._empty(weight.device)
+        self._quantize_into(whole, weight)
+        return whole
+
+    def _empty(self, device: torch.device) -> Weights:
+        return self._kind(*(torch.empty_like(tensor, device=device) for tensor in self.weights))
+
+    def _quantize_into(self, whole: Weights, weight: torch.Tensor) -> None:
         # Some at a time, so that little else is in memory.
         for to, rows in zip(split(whole), weight.split(OUTPUT_CHUNK), strict=True):
             if not rows.isfinite().all():
                 raise ValueError("weights that are not finite cannot be quantised")
             for target, tensor in zip(to, self._kind.quantize(rows), strict=True):
                 target.copy_(tensor)
-        return whole
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """`[out, in]` in `dtype`."""
@@ -133,3 +139,27 @@ class QuantizedEmbedding(_Quantized):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.weights.rows(input, self.in_features)
+
+
+class QuantizedStack(_Quantized):
+    """Several quantised matrices of one shape: its tensors have a first dimension for them."""
+
+    def __init__(self, num_matrices: int, out_features: int, in_features: int, bits: int) -> None:
+        super().__init__(out_features, in_features, bits)
+        self.num_matrices = num_matrices
+        self.put(self._kind(*(tensor.new_empty(num_matrices, *tensor.shape) for tensor in self.weights)))
+
+    def each(self) -> list[Weights]:
+        """The matrices, where they lie."""
+        return [self._kind(*tensors) for tensors in zip(*self.weights, strict=True)]
+
+    def quantize(self, weight: torch.Tensor) -> Weights:
+        """Of `[matrices, out, in]`; as there."""
+        whole = self._empty(weight.device)
+        for tensors, matrix in zip(zip(*whole, strict=True), weight, strict=True):
+            self._quantize_into(self._kind(*tensors), matrix)
+        return whole
+
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        """`[matrices, out, in]` in `dtype`."""
+        return torch.stack([weights.dequantize(self.in_features, dtype) for weights in self.each()])
