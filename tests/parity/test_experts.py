@@ -110,6 +110,10 @@ def test_router_logits_are_refused_by_name():
         ours(random_moe(3))(ids(3), output_router_logits=True)
 
 
+def test_stock_generate_does_not_compile_what_depends_on_data():
+    assert lfm2_cb.Lfm2CbForCausalLM._can_compile_fullgraph and not ours(random_moe(3))._can_compile_fullgraph
+
+
 def test_the_bias_moves_the_choice_and_not_the_weights():
     stock = random_moe(3, **PUBLISHED | {"norm_topk_prob": False})
     model, block = ours(stock), stock.model.layers[1].feed_forward
