@@ -149,10 +149,10 @@ class Choice:
         return response_events_to_chunks(events)
 
 
-class Job:
+class Completion:
     """The sequences of one HTTP request, from queueing to their last token.
 
-    `async for choice, delta in job`; leaving early, or dropping the job, cancels what is unfinished.
+    `async for choice, delta in completion`; leaving early, or dropping the completion, cancels what is unfinished.
 
     Args:
         param: the field in which the prompts came.

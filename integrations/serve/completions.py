@@ -15,7 +15,7 @@ from transformers.cli.serving.utils import build_response_parser
 from lfm2_cb.engine.sampler import TokenLogprobs
 from lfm2_cb.requests.prompts import PromptError, tokenize
 
-from .choices import Choice, Delta, Job
+from .choices import Choice, Completion, Delta
 from .errors import RequestError
 from .fields import CHAT, COMPLETION, Field, check_fields
 from .messages import messages_of_chat
@@ -41,13 +41,13 @@ class ChoicesEndpoint(ABC):
         options = body.get("stream_options")
         if options is not None and not body.get("stream"):
             raise RequestError("stream_options go with stream=true", "stream_options")
-        job = self.start(body)
+        completion = self.start(body)
         common = {"id": f"{self.id_prefix}{request_id}", "created": int(time.time()), "model": self.served.name}
-        answer = Answer(self, job, common, bool((options or {}).get("include_usage")))
+        answer = Answer(self, completion, common, bool((options or {}).get("include_usage")))
         return answer.as_events() if body.get("stream") else await answer.as_json()
 
     @abstractmethod
-    def start(self, body: dict[str, Any]) -> Job:
+    def start(self, body: dict[str, Any]) -> Completion:
         """Queue what a body asks for, its fields being of their kinds. Raises: RequestError."""
 
     @abstractmethod
@@ -71,10 +71,12 @@ class ChoicesEndpoint(ABC):
 
 
 class Answer:
-    """A job on its way out."""
+    """A completion on its way out."""
 
-    def __init__(self, endpoint: ChoicesEndpoint, job: Job, common: dict[str, Any], with_usage: bool) -> None:
-        self.endpoint, self.job, self.common, self.with_usage = endpoint, job, common, with_usage
+    def __init__(
+        self, endpoint: ChoicesEndpoint, completion: Completion, common: dict[str, Any], with_usage: bool
+    ) -> None:
+        self.endpoint, self.completion, self.common, self.with_usage = endpoint, completion, common, with_usage
 
     def _logprobs(self, delta: Delta) -> Any:
         return self.endpoint.format_logprobs(delta.logprobs) if delta.logprobs else None
@@ -86,9 +88,11 @@ class Answer:
                 "finish_reason": choice.whole.finish_reason,
                 **self.endpoint.whole(choice, self._logprobs(choice.whole)),
             }
-            for choice in await self.job.run()
+            for choice in await self.completion.run()
         ]
-        return JSONResponse({**self.common, "object": self.endpoint.kind, "choices": choices, "usage": self.job.usage})
+        return JSONResponse(
+            {**self.common, "object": self.endpoint.kind, "choices": choices, "usage": self.completion.usage}
+        )
 
     def as_events(self) -> StreamingResponse:
         return StreamingResponse(self._events(), media_type="text/event-stream")
@@ -96,10 +100,10 @@ class Answer:
     async def _events(self) -> AsyncIterator[str]:
         opening = self.endpoint.opening()
         if opening is not None:
-            for choice in self.job.choices:
+            for choice in self.completion.choices:
                 yield self._event([{"index": choice.index, "finish_reason": None, **opening}])
         try:
-            async for choice, delta in self.job:
+            async for choice, delta in self.completion:
                 if delta.items or delta.logprobs or delta.finish_reason:
                     piece = self.endpoint.chunk(choice, delta, self._logprobs(delta))
                     yield self._event([{"index": choice.index, "finish_reason": delta.finish_reason, **piece}])
@@ -107,7 +111,7 @@ class Answer:
             yield f"data: {json.dumps(error.body)}\n\n"
             return
         if self.with_usage:
-            yield self._event([], usage=self.job.usage)
+            yield self._event([], usage=self.completion.usage)
         yield "data: [DONE]\n\n"
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
@@ -121,14 +125,14 @@ class ChatCompletions(ChoicesEndpoint):
     fields, required = CHAT, "messages"
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def start(self, body: dict[str, Any]) -> Job:
+    def start(self, body: dict[str, Any]) -> Completion:
         if body.get("top_logprobs") and not body.get("logprobs"):
             raise RequestError("top_logprobs go with logprobs=true", "top_logprobs")
         served, tools = self.served, [] if body.get("tool_choice") == "none" else body.get("tools") or []
         ids = served.prompts.token_ids(body, messages_of_chat(body["messages"]), tools)
         n = body.get("n") or 1
         parsers = [build_response_parser(served.tokenizer, served.model, ids, tools=tools or None) for _ in range(n)]
-        return Job(
+        return Completion(
             served.dispatcher,
             [ids],
             Sampling.of(body, served.model, ("max_completion_tokens", "max_tokens")),
@@ -187,7 +191,7 @@ class Completions(ChoicesEndpoint):
     fields, required = COMPLETION, "prompt"
     kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl-"
 
-    def start(self, body: dict[str, Any]) -> Job:
+    def start(self, body: dict[str, Any]) -> Completion:
         n = body.get("n") or 1
         if (body.get("best_of") or n) != n:
             raise RequestError("best_of other than n is not supported here", "best_of", code="unsupported_parameter")
@@ -197,7 +201,7 @@ class Completions(ChoicesEndpoint):
             prompts = tokenize(body["prompt"], self.served.tokenizer)
         except PromptError as error:
             raise RequestError(f"prompt: {error}", "prompt") from error
-        return Job(
+        return Completion(
             self.served.dispatcher,
             prompts,
             Sampling.of(body, self.served.model, ("max_tokens",)),

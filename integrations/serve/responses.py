@@ -10,7 +10,7 @@ from typing import Any
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from transformers.cli.serving.utils import ReasoningText, ToolCall, build_response_parser
 
-from .choices import Job
+from .choices import Completion
 from .errors import RequestError
 from .fields import RESPONSE, check_fields
 from .messages import messages_of_response, tools_of_response
@@ -35,7 +35,7 @@ class Responses:
         messages = messages_of_response(body["input"], body.get("instructions"))
         ids = served.prompts.token_ids(body, messages, tools)
         parser = build_response_parser(served.tokenizer, served.model, ids, tools=tools or None)
-        job = Job(
+        completion = Completion(
             served.dispatcher,
             [ids],
             Sampling.of(body, served.model, ("max_output_tokens",)),
@@ -45,23 +45,23 @@ class Responses:
         )
         growing = GrowingResponse(body, request_id, served.name)
         if body.get("stream"):
-            return StreamingResponse(self._events(growing, job), media_type="text/event-stream")
-        async for _, delta in job:
+            return StreamingResponse(self._events(growing, completion), media_type="text/event-stream")
+        async for _, delta in completion:
             for item in delta.items:
                 growing.add(item)
-        growing.end(job)
+        growing.end(completion)
         return JSONResponse(growing.response)
 
-    async def _events(self, growing: GrowingResponse, job: Job) -> AsyncIterator[str]:
+    async def _events(self, growing: GrowingResponse, completion: Completion) -> AsyncIterator[str]:
         yield _as_text(growing.begin())
         try:
-            async for _, delta in job:
+            async for _, delta in completion:
                 if events := [event for item in delta.items for event in growing.add(item)]:
                     yield _as_text(events)
         except RequestError as error:
             yield _as_text(growing.fail(error))
         else:
-            yield _as_text(growing.end(job))
+            yield _as_text(growing.end(completion))
 
 
 class GrowingResponse:
@@ -108,9 +108,9 @@ class GrowingResponse:
         name = "response.reasoning_text.delta" if kind == "reasoning" else "response.output_text.delta"
         return [*events, self._part_event(name, delta=str(piece))]
 
-    def end(self, job: Job) -> list[dict[str, Any]]:
+    def end(self, completion: Completion) -> list[dict[str, Any]]:
         """Say how the answer ended, and what it took."""
-        cut = job.choices[0].whole.finish_reason == "length"
+        cut = completion.choices[0].whole.finish_reason == "length"
         status = "incomplete" if cut else "completed"
         events = []
         if not any(item["type"] != "reasoning" for item in self.response["output"]):
@@ -118,7 +118,7 @@ class GrowingResponse:
         events += self._close(status)
         self.response["status"] = status
         self.response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
-        usage = job.usage
+        usage = completion.usage
         self.response["usage"] = {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": usage["prompt_tokens_details"],

@@ -37,7 +37,7 @@ class Files(Protocol):
 
 
 @dataclass
-class Row:
+class PromptRow:
     """A row on its way."""
 
     index: int
@@ -143,7 +143,7 @@ class Job:
             summary.seconds = time.monotonic() - start
         return summary
 
-    def _read(self, source: Source, files: Files) -> Iterator[Row]:
+    def _read(self, source: Source, files: Files) -> Iterator[PromptRow]:
         """Rows that are not done, with their token ids or what is wrong with them.
 
         Raises: InputError: of rows that are done the source now has others, or none.
@@ -160,8 +160,8 @@ class Job:
         if num_seen < num_before:
             raise InputError(f"the input has {num_before - num_seen} fewer rows than the output; {OTHER_STREAM}")
 
-    def _prepare(self, index: int, content: Content, digest: str | None) -> Row:
-        row = Row(index, {}, [], digest)
+    def _prepare(self, index: int, content: Content, digest: str | None) -> PromptRow:
+        row = PromptRow(index, {}, [], digest)
         if isinstance(content, BadRow):
             row.error = content
             return row
@@ -174,9 +174,9 @@ class Job:
             row.error = BadRow(f"the tokenizer or its chat template cannot use it: {error}")
         return row
 
-    def _finish(self, rows: Iterator[Row]) -> Any:
+    def _finish(self, rows: Iterator[PromptRow]) -> Any:
         """Run rows, a window of them at a time, and give each with its outputs (none where it was not run)."""
-        waiting: dict[int, Row] = {}
+        waiting: dict[int, PromptRow] = {}
         more = True
         try:
             while more or waiting:
@@ -204,7 +204,7 @@ class Job:
         finally:
             self.generator.abandon([row.submission for row in waiting.values() if row.submission is not None])
 
-    def _enqueue(self, row: Row) -> Row:
+    def _enqueue(self, row: PromptRow) -> PromptRow:
         if row.error is None:
             try:
                 row.submission = self.generator.enqueue([row.token_ids], self.options, first_index=row.index)
@@ -212,7 +212,7 @@ class Job:
                 row.submission, row.error = None, error
         return row
 
-    def _ready(self, waiting: dict[int, Row]) -> list[Row]:
+    def _ready(self, waiting: dict[int, PromptRow]) -> list[PromptRow]:
         """Wait for rows that can be written: at least one, and all that follow from it."""
         candidates = [next(iter(waiting.values()))] if self.ordered else list(waiting.values())
         if not any(row.is_finished for row in candidates):
@@ -225,7 +225,7 @@ class Job:
                 break
         return ready
 
-    def _record(self, row: Row, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    def _record(self, row: PromptRow, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         kept = row.kept if row.digest is None else {**row.kept, DIGEST_FIELD: row.digest}
         if row.error is not None:
             reason = re.sub(r"^prompt \d+ ", "the prompt ", str(row.error))  # the record has its index

@@ -73,7 +73,7 @@ class PromptLookup(Drafter):
 
 
 @dataclass
-class Drafting:
+class DraftTracker:
     """How one request's tokens are guessed, and how well that has gone.
 
     Attributes:
@@ -174,41 +174,41 @@ class Speculation:
         """Give guesses to the running requests that decode next."""
         decoding = [r for r in running if r.num_tokens - r.num_computed_tokens == 1]
         self._forced = {r.request_id for r in decoding if _draft_forced(r)}
-        ready = [r for r in decoding if r.drafting is not None and r.request_id not in self._forced]
+        ready = [r for r in decoding if r.draft_tracker is not None and r.request_id not in self._forced]
         if not ready:
             return
-        limits = [min(r.drafting.max_tokens, r.max_num_tokens - r.num_tokens - 1) for r in ready]
+        limits = [min(r.draft_tracker.max_tokens, r.max_num_tokens - r.num_tokens - 1) for r in ready]
         guesses = self._propose(ready, limits, free=True)
-        if any(r.drafting is None for r in ready):
+        if any(r.draft_tracker is None for r in ready):
             return  # a drafter has failed: the others guess again in the next step
         available = [
-            len(guess) if request.drafting.drafter.is_free else limit
+            len(guess) if request.draft_tracker.drafter.is_free else limit
             for request, guess, limit in zip(ready, guesses, limits, strict=True)
         ]
         lengths = self._lengths(ready, available)
         paid = self._propose(ready, lengths, free=False)
         for request, guess, other, length in zip(ready, guesses, paid, lengths, strict=True):
-            if request.drafting is not None:
+            if request.draft_tracker is not None:
                 request.draft_token_ids = (guess or other)[:length]
-                request.drafting.idle = 0 if request.draft_token_ids else request.drafting.idle + 1
+                request.draft_tracker.idle = 0 if request.draft_token_ids else request.draft_tracker.idle + 1
 
     def _propose(self, requests: Sequence[Request], lengths: Sequence[int], free: bool) -> list[list[int]]:
         """Ask those drafters that are (not) free, each once for all its requests."""
         guesses: list[list[int]] = [[] for _ in requests]
         groups: dict[int, list[int]] = {}
         for i, request in enumerate(requests):
-            if lengths[i] > 0 and request.drafting.drafter.is_free == free:
-                groups.setdefault(id(request.drafting.drafter), []).append(i)
+            if lengths[i] > 0 and request.draft_tracker.drafter.is_free == free:
+                groups.setdefault(id(request.draft_tracker.drafter), []).append(i)
         for key, members in groups.items():
             start = time.perf_counter()
             asked = [lengths[i] for i in members]
             try:
-                found = requests[members[0]].drafting.drafter.propose([requests[i] for i in members], asked)
+                found = requests[members[0]].draft_tracker.drafter.propose([requests[i] for i in members], asked)
             except Exception as error:  # an assistant's forward: nobody needs its guesses
                 logger.error("lfm2_cb: drafting failed, going on without it for %d requests: %r", len(members), error)
                 for i in members:
                     self.forget(requests[i])
-                    requests[i].drafting = None
+                    requests[i].draft_tracker = None
                 continue
             for i, guess in zip(members, found, strict=True):
                 guesses[i] = guess
@@ -219,7 +219,7 @@ class Speculation:
     def _lengths(self, requests: Sequence[Request], available: Sequence[int]) -> list[int]:
         """How many guesses of each are worth verifying."""
         prior = self._accepted / self._judged
-        chances = [request.drafting.acceptance(prior) for request in requests]
+        chances = [request.draft_tracker.acceptance(prior) for request in requests]
         num_tokens = max(self._step_tokens, len(requests))
         best, best_rate = [0] * len(requests), 0.0
         for threshold in self.THRESHOLDS:
@@ -232,29 +232,29 @@ class Speculation:
             if rate > best_rate * (self.MARGIN if best_rate else 1.0):
                 best, best_rate = lengths, rate
         for i, request in enumerate(requests):  # now and then see whether things have changed
-            if not best[i] and available[i] and request.drafting.idle >= request.drafting.patience:
+            if not best[i] and available[i] and request.draft_tracker.idle >= request.draft_tracker.patience:
                 best[i] = 1
-                request.drafting.patience = min(2 * request.drafting.patience, 512)
+                request.draft_tracker.patience = min(2 * request.draft_tracker.patience, 512)
         return best
 
     def _proposing(self, requests: Sequence[Request], lengths: Sequence[int]) -> float:
         deepest: dict[int, int] = {}
         for request, length in zip(requests, lengths, strict=True):
-            key = id(request.drafting.drafter)
-            if not request.drafting.drafter.is_free:
+            key = id(request.draft_tracker.drafter)
+            if not request.draft_tracker.drafter.is_free:
                 deepest[key] = max(deepest.get(key, 0), length)
         return sum(self._propose_seconds.get(key, 0.0) * depth for key, depth in deepest.items())
 
     def judged(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """Learn from a verified draft."""
         looked_at = num_accepted + (num_accepted < num_drafts)
-        drafting = request.drafting
-        if drafting is None or request.request_id in self._forced:
+        tracker = request.draft_tracker
+        if tracker is None or request.request_id in self._forced:
             return
-        drafting.accepted = 0.85 * drafting.accepted + num_accepted
-        drafting.judged = 0.85 * drafting.judged + looked_at
+        tracker.accepted = 0.85 * tracker.accepted + num_accepted
+        tracker.judged = 0.85 * tracker.judged + looked_at
         if num_accepted == num_drafts:
-            drafting.patience = 16
+            tracker.patience = 16
         self._accepted, self._judged = 0.99 * self._accepted + num_accepted, 0.99 * self._judged + looked_at
         self.num_drafted += num_drafts
         self.num_accepted += num_accepted
@@ -266,8 +266,8 @@ class Speculation:
 
     def forget(self, request: Request) -> None:
         """The request has ended or lost its place."""
-        if request.drafting is not None:
-            request.drafting.drafter.forget(request)
+        if request.draft_tracker is not None:
+            request.draft_tracker.drafter.forget(request)
 
 
 def _draft_forced(request: Request) -> bool:

@@ -17,7 +17,7 @@ from ..scheduling.request import FinishReason, Request
 from ..scheduling.scheduler import ScheduledRow, Scheduler
 from .assistant import AssistantModel
 from .config import EngineConfig
-from .drafting import Drafter, Drafting, PromptLookup, Speculation
+from .drafting import Drafter, DraftTracker, PromptLookup, Speculation
 from .runner import ModelRunner
 from .sampler import SamplingParams, history_tensor, sample
 
@@ -119,8 +119,8 @@ class Engine:
         for request in requests:
             for r in (request, *request.forks):
                 r.metrics.arrival_time = now
-                if self.config.drafting == "auto" and r.drafting is None:
-                    r.drafting = Drafting(self.prompt_lookup())
+                if self.config.drafting == "auto" and r.draft_tracker is None:
+                    r.draft_tracker = DraftTracker(self.prompt_lookup())
         self._inbox.append(requests)
 
     def check_model(self) -> None:
@@ -185,7 +185,7 @@ class Engine:
         """Choose tokens for the rows that are complete, and record what all of them computed."""
         choices = self._choose([row for row in rows if row.samples], logits)
         num_accepted: dict[int, int] = {}
-        forked: list[tuple[Choice, torch.Tensor]] = []
+        forked: list[tuple[TokenChoice, torch.Tensor]] = []
         for i, row in enumerate(rows):
             choice = choices.get(row.request.request_id)
             self.scheduler.on_computed(row, choice.token_ids if choice else [])
@@ -195,7 +195,7 @@ class Engine:
             if choice and row.request.forks:
                 for child, fork in self.scheduler.fork(row.request):
                     self.runner.copy(fork)
-                    forked.append((Choice(child), logits[choice.logits_row]))
+                    forked.append((TokenChoice(child), logits[choice.logits_row]))
         if num_accepted:
             self.runner.commit_conv_state(num_accepted)
         if forked:
@@ -204,17 +204,17 @@ class Engine:
                 choice.request.token_ids.extend(choice.token_ids)
         return [self._report(choice) for choice in (*choices.values(), *(choice for choice, _ in forked))]
 
-    def _choose(self, rows: list[ScheduledRow], logits: torch.Tensor) -> dict[int, Choice]:
+    def _choose(self, rows: list[ScheduledRow], logits: torch.Tensor) -> dict[int, TokenChoice]:
         """New tokens by request id. A draft is accepted while it is what would have been chosen anyway.
 
         That is rejection sampling for a draft that is certain of itself: each token is drawn from the true
         distribution, with the same random number as without drafts, so drafting changes no token.
         """
-        choices: list[Choice] = []
+        choices: list[TokenChoice] = []
         for row in rows:
             last = choices[-1] if choices else None
             start = last.logits_row + 1 + len(last.draft_token_ids) if last else 0
-            choices.append(Choice(row.request, start, row.request.draft_token_ids[: row.num_drafts]))
+            choices.append(TokenChoice(row.request, start, row.request.draft_token_ids[: row.num_drafts]))
         active, depth = choices, 0
         while active:
             whole = len(active) == logits.shape[0]
@@ -227,7 +227,7 @@ class Engine:
             depth += 1
         return {choice.request.request_id: choice for choice in choices}
 
-    def _choose_one(self, choices: list[Choice], logits: torch.Tensor) -> None:
+    def _choose_one(self, choices: list[TokenChoice], logits: torch.Tensor) -> None:
         """Add one token to each choice from its row of `logits`, and note whether that ends its request."""
         histories = [choice.request.token_ids + choice.token_ids for choice in choices]
         tokens = sample(logits, [choice.request.params for choice in choices], histories, self.runner.native)
@@ -242,7 +242,7 @@ class Engine:
             except Exception as error:  # a user's stopping criterion
                 choice.reason, choice.error = FinishReason.ERROR, error
 
-    def _report(self, choice: Choice) -> StepOutput:
+    def _report(self, choice: TokenChoice) -> StepOutput:
         request = choice.request
         if choice.token_ids and request.metrics.first_token_time is None:
             request.metrics.first_token_time = time.perf_counter()
@@ -266,7 +266,7 @@ class Engine:
 
 
 @dataclass(slots=True)
-class Choice:
+class TokenChoice:
     """The tokens chosen for one request in one step."""
 
     request: Request

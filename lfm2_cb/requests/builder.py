@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig
 
 from ..engine.constraints import Constraint
-from ..engine.drafting import Drafting
+from ..engine.drafting import DraftTracker
 from ..engine.engine import Engine
 from ..engine.sampler import SamplingParams, Trace
 from ..loading import as_lfm2_cb
@@ -127,7 +127,7 @@ class RequestBuilder:
         self.engine.check_fits(first)
         first.adopt_forks(rest)
         for request in (first, *rest):
-            request.drafting = self._drafting(config, call)
+            request.draft_tracker = self._draft_tracker(config, call)
         return first
 
     def _failed(self, index: int, ids: Sequence[int], options: GenerateOptions, error: Exception) -> Request:
@@ -173,14 +173,14 @@ class RequestBuilder:
             None if grammar is None else Constraint(grammar, len(ids), eos),
         )
 
-    def _drafting(self, config: GenerationConfig, call: CallOptions) -> Drafting | None:
+    def _draft_tracker(self, config: GenerationConfig, call: CallOptions) -> DraftTracker | None:
         """What the call says about guessing tokens, by stock's names; None: nothing."""
         if call.assistant_model is not None:
             drafter = self.engine.assistant(call.assistant_model)
-            return Drafting(drafter, config.num_assistant_tokens or 8)
+            return DraftTracker(drafter, config.num_assistant_tokens or 8)
         if config.prompt_lookup_num_tokens is not None:
             drafter = self.engine.prompt_lookup(config.max_matching_ngram_size or 3)
-            return Drafting(drafter, config.prompt_lookup_num_tokens)
+            return DraftTracker(drafter, config.prompt_lookup_num_tokens)
         return None
 
 

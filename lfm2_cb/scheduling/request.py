@@ -60,7 +60,7 @@ class Request:
     error: BaseException | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
-    drafting: Any = None  # how its tokens are guessed; the engine's, opaque here
+    draft_tracker: Any = None  # how its tokens are guessed; the engine's, opaque here
     draft_token_ids: list[int] = field(default_factory=list)  # guesses at the next tokens, to verify in the next step
     num_computed_tokens: int = 0  # tokens whose K/V and conv state the cache holds
     block_table: list[int] = field(default_factory=list)  # block_id of each block_size tokens

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lfm2_cb import ContinuousBatchingGenerator
-from lfm2_cb.engine.drafting import Drafting, PromptLookup, Speculation, StepTimes
+from lfm2_cb.engine.drafting import DraftTracker, PromptLookup, Speculation, StepTimes
 from lfm2_cb.engine.engine import Engine, EngineConfig
 from lfm2_cb.engine.sampler import SamplingParams
 from lfm2_cb.loading import as_lfm2_cb
@@ -137,7 +137,9 @@ def test_guesses_under_preemption_and_prefix_hits(target, stranger, data):
     for i, prompt in enumerate(prompts):
         family = [Request(2 * i + j, prompt, new, params=SamplingParams()) for j in range(2)]
         for member in family:
-            member.drafting = Drafting(data.draw(st.sampled_from(drafters), label=f"drafter of {member.request_id}"))
+            member.draft_tracker = DraftTracker(
+                data.draw(st.sampled_from(drafters), label=f"drafter of {member.request_id}")
+            )
         family[0].adopt_forks(family[1:])
         requests += family
         engine.add(family[0])
@@ -217,7 +219,7 @@ def running(n, max_tokens=10):
     lookup = PromptLookup()
     requests = [Request(i, [1, 2, 3, 1, 2], 100) for i in range(n)]
     for request in requests:
-        request.drafting = Drafting(lookup, max_tokens)
+        request.draft_tracker = DraftTracker(lookup, max_tokens)
     return requests
 
 
@@ -248,7 +250,7 @@ def test_what_never_pays_is_tried_ever_more_seldom():
     tries = []
     for step in range(400):
         (length,) = speculation._lengths([request], [10])
-        request.drafting.idle = 0 if length else request.drafting.idle + 1
+        request.draft_tracker.idle = 0 if length else request.draft_tracker.idle + 1
         if length:
             tries.append(step)
     gaps = [b - a for a, b in itertools.pairwise(tries)]
