@@ -509,7 +509,7 @@ def test_a_full_queue_is_waited_for_and_then_refused(model, monkeypatch):
     manager.stop()
 
 
-# Drafting, through every door of the protocol
+# DraftTracker, through every door of the protocol
 
 
 @pytest.mark.parametrize("door", ["add_request", "generate_batch", "generation_config"])
