@@ -80,7 +80,7 @@ class ModelWatch:
             try:
                 check_plain(stock)
             except (TypeError, ValueError) as error:
-                raise ModelChanged(f"the model was changed after it was handed over: {error}") from error
+                raise ModelChanged(f"the model was changed after it was passed to lfm2_cb: {error}") from error
         if found := foreign_code(model):
             raise ModelChanged(f"the model has {found}, which the engine never calls: put it on model.model or below")
         for name, module in model.named_modules():

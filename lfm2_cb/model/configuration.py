@@ -105,6 +105,11 @@ def rope_theta(config: Any) -> float:
     return config.rope_parameters["rope_theta"]
 
 
+def first_expert_layer(config: PreTrainedConfig) -> int | None:
+    """The first layer whose feed-forward is a mixture of experts; None: the model has no experts."""
+    return config.num_dense_layers if getattr(config, "num_experts", None) is not None else None
+
+
 def layers_of_type(config: PreTrainedConfig, layer_type: str) -> list[int]:
     """Indices of the layers of one type, e.g. `layers_of_type(config, "conv")`."""
     return [i for i, kind in enumerate(config.layer_types) if kind == layer_type]

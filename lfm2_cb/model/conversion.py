@@ -20,6 +20,7 @@ from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForC
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
 from ..ops.pointwise import RMSNorm
+from .configuration import first_expert_layer
 from .foreign_code import foreign_code
 from .layers import FusedLinear
 
@@ -191,7 +192,7 @@ def _stack_in_place(parts: list[nn.Parameter]) -> nn.Parameter:
 def check_plain(stock: PreTrainedModel) -> None:
     """Raises: TypeError, ValueError: as `adopt`."""
     found = dict(stock.named_modules())
-    num_dense = getattr(stock.config, "num_dense_layers", None)
+    num_dense = first_expert_layer(stock.config)
     for name, kind in _stock_classes(tuple(stock.config.layer_types), num_dense).items():
         module = found.get(name)
         if type(module) is not kind:

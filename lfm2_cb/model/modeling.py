@@ -31,7 +31,7 @@ from ..ops.experts import Experts
 from ..ops.kernel_set import MODULE_CALLS, KernelSet, is_plain
 from ..ops.linear.dense import PackedLinear
 from ..ops.pointwise import RMSNorm
-from .configuration import Lfm2CbConfig, ffn_width, head_dim, layers_of_type, rope_theta, rope_type
+from .configuration import Lfm2CbConfig, ffn_width, first_expert_layer, head_dim, layers_of_type, rope_theta, rope_type
 from .experts import Lfm2CbSparseMLP
 from .layers import FusedLinear, fuse_stock_names
 from .padded_state import PaddedState
@@ -156,7 +156,8 @@ class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
             self.self_attn = Lfm2CbAttention(config, layer_idx)
         else:
             self.conv = Lfm2CbShortConv(config, layer_idx)
-        is_dense = layer_idx < getattr(config, "num_dense_layers", config.num_hidden_layers)
+        first_expert = first_expert_layer(config)
+        is_dense = first_expert is None or layer_idx < first_expert
         self.feed_forward = Lfm2CbMLP(config) if is_dense else Lfm2CbSparseMLP(config)
         self.operator_norm = Lfm2CbRMSNorm(config.hidden_size, config.norm_eps)
         self.ffn_norm = Lfm2CbRMSNorm(config.hidden_size, config.norm_eps)

@@ -32,13 +32,6 @@ def read_prompts(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> lis
         prompts = [prompts]
     if isinstance(prompts, (Mapping, bytes)) or not hasattr(prompts, "__iter__"):
         raise PromptError(f"prompts must be strings, chats or lists of token ids, got {type(prompts).__name__}")
-    prompts = list(prompts)
-    if not prompts:
-        return []
-    if tokenizer is None and not all(_is_token_ids(p) for p in prompts):
-        index = next(i for i, p in enumerate(prompts) if not _is_token_ids(p))
-        if isinstance(prompts[index], str) or _is_chat(prompts[index]):
-            raise PromptError(f"prompt {index} is text: give ContinuousBatchingGenerator a tokenizer, or token ids")
     return [_read_one(i, prompt, tokenizer) for i, prompt in enumerate(prompts)]
 
 
@@ -56,9 +49,11 @@ def _read_one(index: int, prompt: Any, tokenizer: PreTrainedTokenizerBase | None
 
 
 def _tokenize_one(index: int, prompt: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    if tokenizer is None and (isinstance(prompt, str) or _is_chat(prompt)):
+        raise PromptError(f"prompt {index} is text: give ContinuousBatchingGenerator a tokenizer, or token ids")
     if isinstance(prompt, str):
         check_unicode(index, prompt)
-        token_ids = tokenizer(prompt)["input_ids"]  # type: ignore[misc]  # read_prompts() has checked that there is one
+        token_ids = tokenizer(prompt)["input_ids"]  # type: ignore[misc]
     elif _is_chat(prompt):
         for text in (value for message in prompt for value in message.values()):
             check_unicode(index, text)
@@ -110,10 +105,10 @@ def check_prompt(index: int, ids: Sequence[int], vocab_size: int, max_position_e
 def unwrap(prompts: Any, input_ids: Any = None, attention_mask: Any = None) -> tuple[Any, Any]:
     """Prompts and their mask, out of what a tokenizer returns or by stock's names. A 2-d array becomes a tensor.
 
-    Raises: TypeError: no prompts, or twice.
+    Raises: PromptError: no prompts, or twice.
     """
     if (prompts is None) == (input_ids is None):
-        raise TypeError("give the prompts once: as the first argument, or as input_ids")
+        raise PromptError("give the prompts once: as the first argument, or as input_ids")
     if prompts is None:
         prompts = input_ids
     if isinstance(prompts, Mapping) and "input_ids" in prompts:

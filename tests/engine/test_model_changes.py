@@ -1,4 +1,4 @@
-"""A model that is changed after it was handed over: its answers follow, or the next request is refused by name."""
+"""A model that is changed after it was passed to an engine: its answers follow, or the change is refused by name."""
 
 import random
 

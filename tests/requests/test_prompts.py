@@ -66,7 +66,7 @@ def test_padding_on_the_right_is_refused_by_name(generator):
 
 def test_prompts_are_given_once(generator):
     for wrong in ({}, {"prompts": TEXTS, "input_ids": [[5]]}):
-        with pytest.raises(TypeError, match="input_ids"):
+        with pytest.raises(PromptError, match="input_ids"):
             generator.generate(**wrong)
     with pytest.raises(PromptError, match="attention_mask has 1 rows for 2"):
         generator.generate([[5], [6]], attention_mask=[[1]])
@@ -85,3 +85,12 @@ def test_a_lone_surrogate_is_no_text(demo_tokenizer, prompt):
 def test_a_path_is_no_tokenizer_of_a_call(generator):
     with pytest.raises(ValueError, match="tokenizer must be"):
         generator.generate(TEXTS, tokenizer=demo_model_path(), **OPTIONS)
+
+
+def test_text_without_a_tokenizer_is_named_wherever_it_stands(demo_stock):
+    with ContinuousBatchingGenerator(demo_stock, cache_memory="4MiB") as generator:
+        for prompts in ([None, ""], [[5], "text"], [[5], [{"role": "user", "content": "text"}]], "text"):
+            with pytest.raises(PromptError, match=r"prompt 0 must be|is text: give"):
+                generator.generate(prompts)
+        outputs = generator.generate([[5], "text"], on_error="return", max_new_tokens=2)
+    assert outputs[0].error is None and "is text" in str(outputs[1].error)

@@ -310,7 +310,7 @@ struct Problem : Attention {
 
 // A tile of keys for HEADS queries; `next`, if given, is what comes after it.
 template <int DIM, int HEADS, class C>
-inline void take_in(
+inline void process_tile(
     const Problem& p, const Query<DIM, C>* q, const KeyTile& tile, const KeyTile* next, State<DIM>* states) {
     const C *keys = (const C*)p.keys, *values = (const C*)p.values;
     const C *rows[GROUPS], *ahead[GROUPS];
@@ -365,8 +365,8 @@ void attend(const Problem& p, const Item& item, const Item* next_item, State<DIM
         }
         for (int h = 0; h < p.group; h += 2) {
             const KeyTile* ahead = h ? nullptr : &next;
-            h + 1 < p.group ? take_in<DIM, 2>(p, q + h, tile, ahead, states + h)
-                            : take_in<DIM, 1>(p, q + h, tile, ahead, states + h);
+            h + 1 < p.group ? process_tile<DIM, 2>(p, q + h, tile, ahead, states + h)
+                            : process_tile<DIM, 1>(p, q + h, tile, ahead, states + h);
         }
     }
 }

@@ -152,7 +152,7 @@ inline void multiply(float* scores, const float* scales) {
 // the next tile's keys are to be fetched, where given. Keys and values in 8 bits are used as they are: a key's scale
 // multiplies its score, and a value's scale its weight.
 template <class T, class A>
-inline void take_in(
+inline void process_tile(
     const float* q, const T* const* keys, const T* const* values, const Scales* scales, int n, const int* visible,
     int rows, int64_t dim, const State& state, const A* const* ahead, const A* const* next_keys) {
     float scores[ROWS][TILE];
@@ -243,7 +243,7 @@ void attend(const Problem& p, const Item& item, const State& state, float* memor
         for (int r = 0; r < rows; r++) visible[r] = seen[r] - first < tile.n ? seen[r] - first : tile.n;
         if (!repack) {
             const C* const* next_keys = next ? next->keys : nullptr;
-            take_in(q, tile.keys, tile.values, scales, tile.n, visible, rows, dim, state, tile.values, next_keys);
+            process_tile(q, tile.keys, tile.values, scales, tile.n, visible, rows, dim, state, tile.values, next_keys);
             continue;
         }
         const float *keys[TILE], *values[TILE];
@@ -253,7 +253,7 @@ void attend(const Problem& p, const Item& item, const State& state, float* memor
         }
         const C* const* next_keys = next ? next->keys : nullptr;
         const C* const* next_values = next ? next->values : nullptr;
-        take_in(q, keys, values, scales, tile.n, visible, rows, dim, state, next_values, next_keys);
+        process_tile(q, keys, values, scales, tile.n, visible, rows, dim, state, next_values, next_keys);
     }
 }
 
