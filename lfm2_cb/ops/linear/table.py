@@ -33,8 +33,9 @@ _BF16: ByRows = ((12, few_rows_linear), (inf, torch_linear))
 if not has_bf16_units():
     _BF16 = ((24, few_rows_linear), (inf, many_rows_linear))
 
-#: Measured on one core of a Xeon with AMX, all linears of a step of a 350M model, ms of thread CPU time: 6 rows 48.5
-#: and 49.6 by the first two, 8 rows 54.4 and 49.4; 128 rows 113 and 129 by the last two, 200 rows 179 and 171.
+#: Measured on one core of a Xeon with AMX, all linears of a step of a 350M model, ms of thread CPU time, minimum of 6:
+#: 6 rows 48.2 and 50.6 by the first two, 7 rows 50.2 and 50.7, 8 rows 56.4 and 51.0; 128 rows 114.8 and 125.1 by the
+#: last two, 160 rows 131.2 and 135.0, 200 rows 174.2 and 168.1.
 _BF16_AMX: ByRows = ((6, few_rows_linear), (160, matrix_linear), (inf, packed_matrix_linear))
 
 TABLE: dict[tuple[str, torch.dtype, str], ByRows] = {
