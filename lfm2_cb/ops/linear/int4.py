@@ -17,7 +17,7 @@ from .int8 import round_to_bf16
 GROUP_SIZE = 32
 #: how much narrower than the group's largest value the grid may be (the best by squared error is taken)
 SHRINKAGE = (1.0, 0.95, 0.9, 0.85, 0.8)
-_CHUNK = 1024  # inputs that the native kernels round together: CHUNK in csrc/linear/int4.cpp
+_CHUNK = 1024  # inputs that the native kernels round together: CHUNK in csrc/linear/int4.h
 _TINY = 1e-30  # keeps the scale of an all-zero group from being 0
 
 
@@ -89,7 +89,7 @@ def _unpack(packed: torch.Tensor) -> torch.Tensor:
 def native_linear_int4(
     native: NativeKernels, x: torch.Tensor, weights: Int4Weights, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`x @ weights.T + bias` for fp32 or bf16 x, summed in integers (csrc/linear/int4.cpp).
+    """`x @ weights.T + bias` for fp32 or bf16 x, summed in integers (csrc/linear/int4.h).
 
     A row's result does not depend on the rows beside it, nor on the instruction set (but for "plain").
     """

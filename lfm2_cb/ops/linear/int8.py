@@ -94,7 +94,7 @@ def quantize_inputs(x: torch.Tensor) -> torch.Tensor:
 def native_linear_int8(
     native: NativeKernels, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`quantize_inputs(x) @ weights.T + bias` for fp32 or bf16 x, summed in integers (csrc/linear/int8.cpp).
+    """`quantize_inputs(x) @ weights.T + bias` for fp32 or bf16 x, summed in integers (csrc/linear/int8_vectors.h).
 
     A row's result does not depend on the rows beside it, nor on the instruction set (but for "plain").
     """
@@ -104,7 +104,7 @@ def native_linear_int8(
 def matrix_linear_int8(
     native: NativeKernels, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The same, to the bit, by the processor's matrix units (csrc/linear/amx_int8.cpp); without them, emulated."""
+    """The same, to the bit, by the processor's matrix units (csrc/linear/amx_int8.h); without them, emulated."""
     return _call("amx_linear_int8", native, x, weights, bias)
 
 

@@ -24,12 +24,12 @@ ISAS: Mapping[str, tuple[str, ...]] = (
 )
 #: sources that are of use for one instruction set alone; and those that have them too, by an emulation, so that they
 #: can be tested: without and with fused multiply-add
-EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx_in_place.cpp", "amx_packed.cpp", "amx_int8.cpp")}
+EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx.cpp",)}
 EMULATORS = ("plain", "avx2")
 #: an instruction set that adds to another: which, and the sources that are compiled for it; the rest is the other's
 ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "avxvnni": ("avx2", ("int8.cpp", "features.cpp")),
-    "vnni": ("avx512", ("int8.cpp", "features.cpp")),
+    "avxvnni": ("avx2", ("low_bit.cpp", "features.cpp")),
+    "vnni": ("avx512", ("low_bit.cpp", "features.cpp")),
     "avx512bf16": ("vnni", ("decode_attention.cpp", "features.cpp")),
     "amx": ("avx512bf16", (*EMULATED["amx"], "prefill_attention.cpp", "features.cpp")),
 }

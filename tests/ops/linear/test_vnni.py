@@ -38,9 +38,9 @@ def trap(tmp_path_factory):
     if "avxvnni" not in build._known_isas(compiler, folder):
         pytest.skip("the compiler knows no VNNI")
     flags = [*build.FLAGS, *ISAS["avxvnni"], "-I", str(build.SOURCES), "-DISA=avxvnni", "-shared"]
-    for source in (build.SOURCES / "linear" / "int8.cpp", Path(__file__).parent / "vnni_trap.cpp"):
+    for source in (build.SOURCES / "linear" / "low_bit.cpp", Path(__file__).parent / "vnni_trap.cpp"):
         build._run([compiler, *flags, str(source), "-o", str(folder / source.stem)])
-    yield ctypes.CDLL(str(folder / "vnni_trap")), Instructions(ctypes.CDLL(str(folder / "int8")))
+    yield ctypes.CDLL(str(folder / "vnni_trap")), Instructions(ctypes.CDLL(str(folder / "low_bit")))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 40])

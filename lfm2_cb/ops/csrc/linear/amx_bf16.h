@@ -10,6 +10,7 @@
 #include "core/tiling.h"
 
 namespace {
+namespace amx_bf16 {
 
 constexpr int64_t PANEL = 2 * TILE_ROWS;  // outputs that are multiplied together
 constexpr int64_t STEP = LINE / 2;        // inputs of a tile
@@ -58,4 +59,5 @@ struct Matrix {
     }
 };
 
+}  // namespace amx_bf16
 }  // namespace

@@ -13,6 +13,7 @@
 #include "core/rounding.h"
 
 namespace {
+namespace int8 {
 
 constexpr int64_t PANEL = 16;        // outputs whose weights lie together
 constexpr int64_t FOUR = PANEL * 4;  // bytes: a panel's weights of four inputs
@@ -69,4 +70,5 @@ void with_product(const void* x, bool is_bf16, const int8_t* weights, const int1
     is_bf16 ? start((bf16*)nullptr) : start((float*)nullptr);
 }
 
+}  // namespace int8
 }  // namespace

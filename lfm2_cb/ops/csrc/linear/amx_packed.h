@@ -9,9 +9,12 @@
 //
 // (The sizes were measured on one core of a Xeon with AMX and 2 MB of second-level cache: linears of 2,048 rows take as
 // long as with stored packed weights, of 512 rows less.)
+#pragma once
+
 #include "linear/amx_bf16.h"
 
 namespace {
+namespace amx_bf16::packed {
 
 constexpr int64_t GROUP = 2 * TILE_ROWS;       // rows of x that are multiplied together
 constexpr int64_t PAIR = 2 * TILE_BYTES;       // two tiles: a step of a group or of a panel
@@ -152,11 +155,5 @@ void linear(Product<Epilogue> p, int64_t threads) {
     free(packed);
 }
 
+}  // namespace amx_bf16::packed
 }  // namespace
-
-// As amx_in_place_linear_bf16 (csrc/linear/amx_in_place.cpp), of which it gives the same bits.
-KERNEL(amx_packed_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t rows, int64_t in,
-                               int64_t outputs, int64_t threads) {
-    linear(Product<AddBias<bf16>>{{x, rows, in}, {w, outputs, in}, nullptr, {out, bias, outputs}}, threads);
-}
-REPLAYABLE(amx_packed_linear_bf16)

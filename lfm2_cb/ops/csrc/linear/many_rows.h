@@ -4,10 +4,13 @@
 // fp32, in panels of PANEL outputs as [input][output]: what the second cache holds. Each tile of ROWS rows of x then
 // stays in the first cache while the panels pass over it, PANEL sums of ROWS rows being kept in registers. A sum is
 // taken input by input, so a row's result does not depend on the rows beside it, nor on the number of threads.
+#pragma once
+
 #include "core/epilogue.h"
 #include "core/tiling.h"
 
 namespace {
+namespace many_rows {
 
 constexpr int VECTORS = W == 16 ? 4 : 2, PANEL = VECTORS * W;  // AVX2 has 16 registers: 6 * 2 sums, 2 weights, 1 input
 constexpr int ROWS = 6;
@@ -107,25 +110,5 @@ void matmul(const Matmul<T, Epilogue>& m, int64_t threads) {
     }
 }
 
+}  // namespace many_rows
 }  // namespace
-
-// x [rows, in], w [outputs, in], bias [outputs] or null, out [rows, outputs], all in one dtype; sums are in fp32
-KERNEL(many_rows_linear_f32)(const float* x, const float* w, const float* bias, float* out, int64_t rows, int64_t in,
-                             int64_t outputs, int64_t threads) {
-    matmul(Matmul<float, AddBias<float>>{x, w, rows, in, outputs, {out, bias, outputs}}, threads);
-}
-REPLAYABLE(many_rows_linear_f32)
-
-KERNEL(many_rows_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t rows, int64_t in,
-                              int64_t outputs, int64_t threads) {
-    float* inputs = (float*)aligned_alloc(64, round_up(rows * in, 16) * sizeof(float));
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t r = 0; r < rows; r++) {
-        int64_t k = r * in;
-        for (; k + W <= (r + 1) * in; k += W) store(inputs + k, load(x + k));
-        for (; k < (r + 1) * in; k++) inputs[k] = to_float(x[k]);
-    }
-    matmul(Matmul<bf16, AddBias<bf16>>{inputs, w, rows, in, outputs, {out, bias, outputs}}, threads);
-    free(inputs);
-}
-REPLAYABLE(many_rows_linear_bf16)

@@ -9,9 +9,12 @@
 // the next, which follows it in memory, line by line: so memory is read on and on, however many tokens there are.
 // (Measured on one core of a Xeon with AMX, the linears of a 350M step: taking the inputs in chunks, so that x stays in
 // the first-level cache, is slower by a third, as memory is then read in short runs; `stream` for the weights by 3 %.)
+#pragma once
+
 #include "linear/amx_bf16.h"
 
 namespace {
+namespace amx_bf16::in_place {
 
 template <class Epilogue>
 struct Product {
@@ -120,12 +123,5 @@ void linear(Product<Epilogue> p, int64_t threads) {
     free(packed);
 }
 
+}  // namespace amx_bf16::in_place
 }  // namespace
-
-// x [rows, in], w [outputs, in], bias [outputs] or null, out [rows, outputs]; sums are in fp32, of which the
-// instruction makes 0 where they are subnormal, as of the inputs
-KERNEL(amx_in_place_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t rows, int64_t in,
-                                 int64_t outputs, int64_t threads) {
-    linear(Product<AddBias<bf16>>{{x, rows, in}, {w, outputs, in}, nullptr, {out, bias, outputs}}, threads);
-}
-REPLAYABLE(amx_in_place_linear_bf16)

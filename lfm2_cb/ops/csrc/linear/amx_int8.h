@@ -4,10 +4,13 @@
 // The rounded inputs' rows are a tile's rows, and 16 fours of inputs of a panel's weights lie as a tile reads them. A
 // step multiplies two tiles of 16 rows by two panels'. Behind the last row lies what makes the tile whole; it is
 // computed with and not stored.
+#pragma once
+
 #include "arch/tiles.h"
 #include "linear/int8.h"
 
 namespace {
+namespace int8::tiles {
 
 static_assert(PANEL == TILE_ROWS && FOUR == LINE && GROUP % LINE == 0, "a tile holds a panel's weights of 64 inputs");
 
@@ -88,13 +91,5 @@ void linear(const Product& p, int64_t threads) {
     }
 }
 
+}  // namespace int8::tiles
 }  // namespace
-
-// As linear_int8 (csrc/linear/int8.cpp), with inputs of a multiple of 32 rows.
-KERNEL(amx_linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums,
-                        const void* scales, const void* bias, uint8_t* inputs, float* input_scales, void* out,
-                        int64_t rows, int64_t width, int64_t outputs, int64_t threads) {
-    with_product(x, is_bf16, weights, sums, scales, bias, inputs, input_scales, out, rows, width, outputs,
-                 [=](const auto& product) { linear(product, threads); });
-}
-REPLAYABLE(amx_linear_int8)

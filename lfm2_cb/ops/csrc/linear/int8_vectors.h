@@ -5,10 +5,13 @@
 // through all inputs. Of few rows, memory is waited for, and is read fastest in several runs side by side: a tile is
 // then of several panels. Of many, the panel is in the cache for the next tiles, and the panel that comes next is asked
 // for meanwhile.
+#pragma once
+
 #include "arch/dot.h"
 #include "linear/int8.h"
 
 namespace {
+namespace int8::vectors {
 
 constexpr int VECTORS = PANEL / W;  // of a panel
 constexpr int ROWS = 10 / VECTORS;  // of a tile: its sums are ten registers, of 16
@@ -106,33 +109,5 @@ void linear(const Product& p, int64_t threads) {
     }
 }
 
+}  // namespace int8::vectors
 }  // namespace
-
-// out [rows, outputs] = x @ W.T + bias, with x [rows, width], scales [outputs] and bias [outputs] or null, all bf16 or
-// all fp32; weights int8 [panels, padded / 4, 16, 4] and their sums int16 [panels, groups, 16]; as scratch inputs uint8
-// [rows, padded] and input_scales fp32 [rows, groups]. Padded: to 64.
-KERNEL(linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums, const void* scales,
-                    const void* bias, uint8_t* inputs, float* input_scales, void* out, int64_t rows, int64_t width,
-                    int64_t outputs, int64_t threads) {
-    with_product(x, is_bf16, weights, sums, scales, bias, inputs, input_scales, out, rows, width, outputs,
-                 [=](const auto& product) { linear(product, threads); });
-}
-REPLAYABLE(linear_int8)
-
-template <class T>
-static void copy_row(const int8_t* panel, int64_t lane, float scale, T* out, int64_t width) {
-    for (int64_t k = 0; k < width; k++) assign(out + k, panel[k / 4 * FOUR + lane * 4 + k % 4] * scale);
-}
-
-// out [rows, width], bf16 or fp32 as the scales are: the rows of the matrix whose numbers `indices` has.
-KERNEL(rows_int8)(const int64_t* indices, const int8_t* weights, const void* scales, int64_t is_bf16, void* out,
-                  int64_t rows, int64_t width, int64_t fours, int64_t) {
-    for (int64_t i = 0; i < rows; i++) {
-        const int64_t index = indices[i];
-        const int8_t* panel = weights + index / PANEL * fours * FOUR;
-        if (is_bf16)
-            copy_row(panel, index % PANEL, to_float(((const bf16*)scales)[index]), (bf16*)out + i * width, width);
-        else
-            copy_row(panel, index % PANEL, ((const float*)scales)[index], (float*)out + i * width, width);
-    }
-}

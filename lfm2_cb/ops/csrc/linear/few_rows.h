@@ -3,10 +3,13 @@
 // A thread takes up to TASK outputs, a few at a time for all rows. Rows are taken in tiles, each loaded weight being
 // used for the whole tile; the next tile finds the weights in the first cache. What comes between two tiles is kept short
 // and without branches, as the processor asks for no further weights meanwhile.
+#pragma once
+
 #include "core/epilogue.h"
 #include "core/tiling.h"
 
 namespace {
+namespace few_rows {
 
 constexpr int MOST = 6;            // rows of a tile
 constexpr int64_t PASS = 2 * MOST; // rows that pass over the weights together, in one tile or two
@@ -148,17 +151,5 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t rows, int64_t
     free(ordered);
 }
 
+}  // namespace few_rows
 }  // namespace
-
-// x [rows, in], w [outputs, in], bias [outputs] or null, out [rows, outputs], all in one dtype; sums are in fp32
-KERNEL(few_rows_linear_f32)(const float* x, const float* w, const float* bias, float* out, int64_t rows, int64_t in,
-                            int64_t outputs, int64_t threads) {
-    linear(x, w, bias, out, rows, in, outputs, threads);
-}
-REPLAYABLE(few_rows_linear_f32)
-
-KERNEL(few_rows_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t rows, int64_t in,
-                             int64_t outputs, int64_t threads) {
-    linear(x, w, bias, out, rows, in, outputs, threads);
-}
-REPLAYABLE(few_rows_linear_bf16)

@@ -7,6 +7,8 @@
 // A thread takes PANEL outputs of a block of rows. A tile of a few rows stays in the first-level cache while a chunk of
 // the panel's weights passes by, one or two outputs at a time, whose sums are in registers; the panel comes from the
 // second-level cache for the next tiles, and the weights that come next are asked for meanwhile.
+#pragma once
+
 #include "core/epilogue.h"
 #include "core/prefetch.h"
 #include "core/rounding.h"
@@ -16,6 +18,7 @@
 #endif
 
 namespace {
+namespace int4 {
 
 constexpr int64_t CHUNK = 1024;    // inputs that are rounded together
 constexpr float LIMIT = 16383.0f;  // of a rounded input
@@ -199,19 +202,5 @@ void linear(Problem p, const void* x, const void* bias, void* out, int16_t* inpu
     }
 }
 
+}  // namespace int4
 }  // namespace
-
-// out [rows, outputs] = x @ W.T + bias, with x [rows, width] and bias [outputs] or null, both bf16 or both fp32,
-// weights uint8 [outputs, groups * 16] and scales bf16 [outputs, groups], with an even number of groups; as scratch
-// inputs int16 [chunks, rows, 1024] and input_scales fp32 [chunks, rows].
-KERNEL(linear_int4)(const void* x, int64_t is_bf16, const uint8_t* weights, const bf16* scales, const void* bias,
-                    int16_t* inputs, float* input_scales, void* out, int64_t rows, int64_t width, int64_t outputs,
-                    int64_t threads) {
-    const int64_t groups = ceil_div(width, 2 * GROUP) * 2;
-    Problem p = {(const char*)weights, scales, nullptr, nullptr, rows, width, outputs, 0, groups, groups * 16};
-    if (is_bf16)
-        linear<bf16>(p, x, bias, out, inputs, input_scales, threads);
-    else
-        linear<float>(p, x, bias, out, inputs, input_scales, threads);
-}
-REPLAYABLE(linear_int4)

@@ -1,0 +1,47 @@
+// The products of low-bit weights by vectors.
+#include "linear/int4.h"
+#include "linear/int8_vectors.h"
+
+// out [rows, outputs] = x @ W.T + bias, with x [rows, width], scales [outputs] and bias [outputs] or null, all bf16 or
+// all fp32; weights int8 [panels, padded / 4, 16, 4] and their sums int16 [panels, groups, 16]; as scratch inputs uint8
+// [rows, padded] and input_scales fp32 [rows, groups]. Padded: to 64.
+KERNEL(linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums, const void* scales,
+                    const void* bias, uint8_t* inputs, float* input_scales, void* out, int64_t rows, int64_t width,
+                    int64_t outputs, int64_t threads) {
+    int8::with_product(x, is_bf16, weights, sums, scales, bias, inputs, input_scales, out, rows, width, outputs,
+                 [=](const auto& product) { int8::vectors::linear(product, threads); });
+}
+REPLAYABLE(linear_int8)
+
+template <class T>
+static void copy_row(const int8_t* panel, int64_t lane, float scale, T* out, int64_t width) {
+    for (int64_t k = 0; k < width; k++) assign(out + k, panel[k / 4 * int8::FOUR + lane * 4 + k % 4] * scale);
+}
+
+// out [rows, width], bf16 or fp32 as the scales are: the rows of the matrix whose numbers `indices` has.
+KERNEL(rows_int8)(const int64_t* indices, const int8_t* weights, const void* scales, int64_t is_bf16, void* out,
+                  int64_t rows, int64_t width, int64_t fours, int64_t) {
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t index = indices[i];
+        const int8_t* panel = weights + index / int8::PANEL * fours * int8::FOUR;
+        if (is_bf16)
+            copy_row(panel, index % int8::PANEL, to_float(((const bf16*)scales)[index]), (bf16*)out + i * width, width);
+        else
+            copy_row(panel, index % int8::PANEL, ((const float*)scales)[index], (float*)out + i * width, width);
+    }
+}
+
+// out [rows, outputs] = x @ W.T + bias, with x [rows, width] and bias [outputs] or null, both bf16 or both fp32,
+// weights uint8 [outputs, groups * 16] and scales bf16 [outputs, groups], with an even number of groups; as scratch
+// inputs int16 [chunks, rows, 1024] and input_scales fp32 [chunks, rows].
+KERNEL(linear_int4)(const void* x, int64_t is_bf16, const uint8_t* weights, const bf16* scales, const void* bias,
+                    int16_t* inputs, float* input_scales, void* out, int64_t rows, int64_t width, int64_t outputs,
+                    int64_t threads) {
+    const int64_t groups = ceil_div(width, 2 * int4::GROUP) * 2;
+    int4::Problem p = {(const char*)weights, scales, nullptr, nullptr, rows, width, outputs, 0, groups, groups * 16};
+    if (is_bf16)
+        int4::linear<bf16>(p, x, bias, out, inputs, input_scales, threads);
+    else
+        int4::linear<float>(p, x, bias, out, inputs, input_scales, threads);
+}
+REPLAYABLE(linear_int4)
