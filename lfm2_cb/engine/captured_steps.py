@@ -33,6 +33,7 @@ class CapturedSteps:
 
     Args:
         compute: the forward of a batch that is captured, to logits `[rows, vocab_size]`.
+        arena: for the intermediates.
     """
 
     def __init__(
@@ -41,20 +42,16 @@ class CapturedSteps:
         cache: HybridCache,
         kernels: KernelSet,
         compute: Callable[[RaggedBatch], torch.Tensor],
+        arena: Arena,
     ) -> None:
         self._model, self._cache, self._kernels, self._compute = model, cache, kernels, compute
-        self._arena = Arena()
+        self._arena = arena
         self._graphs: dict[tuple[int, int], tuple[DecodeBatch, CapturedGraph]] = {}
         self._structure: list[object] = []
         self._tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._hooks: list[Mapping[int, object]] = []
         self._capturable, self._stale = False, True
-
-    @property
-    def num_bytes(self) -> int:
-        """What the arena takes."""
-        return self._arena.num_bytes
 
     @property
     def num_graphs(self) -> int:

@@ -15,7 +15,7 @@ from ..model.modeling import Lfm2CbForCausalLM
 from ..model.placement import place_side_by_side
 from ..model.ragged_batch import RaggedBatch, Row
 from ..ops.kernel_set import KernelSet
-from ..ops.native import NativeKernels
+from ..ops.native import Arena, NativeKernels, lend
 from ..scheduling.cache_manager import Fork
 from ..scheduling.scheduler import ScheduledRow
 from .captured_steps import CapturedSteps
@@ -54,9 +54,10 @@ class ModelRunner:
         self._watch.check()
         self.cache = HybridCache(config, plan, model.dtype, model.device)
         self._batch: RaggedBatch | None = None
+        self.arena = Arena()  # for the intermediates of native steps
         self.captured = None
         if self.kernels.native is not None:
-            self.captured = CapturedSteps(model, self.cache, self.kernels, self._compute)
+            self.captured = CapturedSteps(model, self.cache, self.kernels, self._compute, self.arena)
 
     @property
     def native(self) -> NativeKernels | None:
@@ -82,7 +83,8 @@ class ModelRunner:
                 return logits
             self.captured.invalidate()
         self._batch = RaggedBatch(rows, self.cache, self.kernel_size, shared, self.kernels)
-        return self._compute(self._batch)
+        with lend(self.arena):
+            return self._compute(self._batch)
 
     def _compute(self, batch: RaggedBatch) -> torch.Tensor:
         tokens = (

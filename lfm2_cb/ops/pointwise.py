@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .native import NativeKernels
+from .native import NativeKernels, empty
 
 
 class RMSNorm(nn.Module):
@@ -35,7 +35,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, native: NativeKe
     if native is None or weight.dtype != x.dtype:
         x32 = x.float()
         return weight * (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = empty(x.shape, x.dtype)
     bf16 = x.dtype == torch.bfloat16
     native.call("rms_norm", x.contiguous(), None, weight, None, out, *x.shape, bf16, eps)
     return out
@@ -48,8 +48,8 @@ def add_rms_norm(
     if native is None or weight.dtype != x.dtype:
         total = x + residual
         return total, rms_norm(total, weight, eps)
-    total = torch.empty_like(x, memory_format=torch.contiguous_format)
-    out = torch.empty_like(total)
+    total = empty(x.shape, x.dtype)
+    out = empty(x.shape, x.dtype)
     bf16 = x.dtype == torch.bfloat16
     native.call("rms_norm", x.contiguous(), residual.contiguous(), weight, total, out, *x.shape, bf16, eps)
     return total, out
@@ -59,7 +59,7 @@ def add(x: torch.Tensor, y: torch.Tensor, native: NativeKernels | None = None) -
     """`x + y`, of one shape and dtype; native as in `rms_norm`."""
     if native is None:
         return x + y
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out = empty(x.shape, x.dtype)
     native.call("add", x.contiguous(), y.contiguous(), out, *x.shape, x.dtype == torch.bfloat16)
     return out
 
@@ -78,7 +78,7 @@ def rotary(
         angles = torch.cat((freqs, freqs), dim=-1).unsqueeze(-2)
         return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
     shape = len(positions), 1, 2 * len(inv_freq)
-    cos, sin = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    cos, sin = empty(shape, dtype), empty(shape, dtype)
     size = len(positions), len(inv_freq), inv_freq.dtype == torch.bfloat16, dtype == torch.bfloat16
     native.call("rotary", positions, inv_freq.contiguous(), cos, sin, *size, float(scale))
     return cos, sin
@@ -116,7 +116,7 @@ def norm_rotate(
         return rotate(rms_norm(q, q_weight, eps), *rope), rotate(rms_norm(k, k_weight, eps), *rope), v
     qkv = qkv.contiguous()
     tokens, width = qkv.shape
-    q, k = qkv.new_empty(tokens, heads, dim), qkv.new_empty(tokens, kv_heads, dim)
+    q, k = empty((tokens, heads, dim), qkv.dtype), empty((tokens, kv_heads, dim), qkv.dtype)
     shape = tokens, width, heads, kv_heads, dim, qkv.dtype == torch.bfloat16
     native.call("norm_rotate", qkv, q_weight, k_weight, *rope, q, k, *shape, eps)
     return q, k, qkv[:, (heads + kv_heads) * dim :].view(tokens, kv_heads, dim)
@@ -128,6 +128,6 @@ def swiglu(x: torch.Tensor, native: NativeKernels | None = None) -> torch.Tensor
         gate, value = x.chunk(2, dim=-1)
         return F.silu(gate) * value
     tokens, width = x.shape[0], x.shape[1] // 2
-    out = x.new_empty(tokens, width)
+    out = empty((tokens, width), x.dtype)
     native.call("swiglu", x.contiguous(), out, tokens, width, x.dtype == torch.bfloat16)
     return out

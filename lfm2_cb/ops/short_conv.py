@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .native import NativeKernels
+from .native import NativeKernels, empty
 
 
 def ragged_short_conv(
@@ -57,8 +57,8 @@ def gated_short_conv(
         return c * ragged_short_conv(extended, taps, weight.squeeze(1), bias), extended
     weight, bias = weight.to(bcx.dtype).contiguous(), None if bias is None else bias.to(bcx.dtype)
     kernel, tokens, sequences = len(taps), len(bcx), len(read_rows)
-    extended = bcx.new_empty(sequences * (kernel - 1) + tokens, hidden)
-    out = bcx.new_empty(tokens, hidden)
+    extended = empty((sequences * (kernel - 1) + tokens, hidden), bcx.dtype)
+    out = empty((tokens, hidden), bcx.dtype)
     native.call(
         "short_conv",
         *(bcx.contiguous(), taps, weight, bias, extended, out, cache, read_rows, write_rows, write_index),

@@ -12,7 +12,7 @@ from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.engine import captured_steps
 from lfm2_cb.engine.captured_steps import CapturedSteps
 from lfm2_cb.engine.runner import ModelRunner
-from lfm2_cb.ops.native import CapturedGraph
+from lfm2_cb.ops.native import CapturedGraph, arena
 
 pytestmark = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="needs a C++ compiler"
@@ -170,7 +170,7 @@ def test_graphs_and_their_memory_are_bounded(monkeypatch):
         for _ in range(3):
             prompts = random_prompts(random.Random(0), 12, 8)
             generator.generate(prompts, max_new_tokens=list(range(3, 63, 5)), **GREEDY)
-            sizes.append((len(captured._graphs), captured.num_bytes))
+            sizes.append((len(captured._graphs), generator.engine.runner.arena.num_bytes))
         assert sizes[0] == sizes[1] == sizes[2] and sizes[0][0] == 6
 
 
@@ -192,3 +192,18 @@ def test_kernels_torch_records_nothing():
     with ContinuousBatchingGenerator(random_stock(4), cache_memory="4MiB", kernels="torch") as generator:
         generator.generate([[5, 6]], max_new_tokens=4, **GREEDY)
         assert generator.engine.runner.captured is None and ModelRunner.capturing
+
+
+def test_steps_of_many_tokens_use_the_same_memory_again_and_compute_the_same(monkeypatch):
+    """Whatever of it is left from the step before."""
+    monkeypatch.setattr(arena, "LARGE", 1)
+    stock, rng = random_stock(4), random.Random(8)
+    prompts = random_prompts(rng, 12, 90)
+    expected = [stock_greedy(stock, p, 6) for p in prompts]
+    sizes = []
+    options = {"cache_memory": "8MiB", "max_batch_tokens": 64, "prefix_caching": False}
+    with ContinuousBatchingGenerator(stock, **options) as generator:
+        for _ in range(3):
+            assert [o.token_ids for o in generator.generate(prompts, max_new_tokens=6, **GREEDY)] == expected
+            sizes.append(generator.engine.runner.arena.num_bytes)
+    assert 0 < sizes[0] == sizes[1] == sizes[2]

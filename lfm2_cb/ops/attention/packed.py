@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..native import NativeKernels
+from ..native import NativeKernels, empty
 from .kv_blocks import Int8Blocks, KVBlocks, gather
 from .reference import causal_attention
 
@@ -89,7 +89,7 @@ class PackedSequences:
     def attend(self, q: torch.Tensor, key_cache: KVBlocks, value_cache: KVBlocks, scaling: float) -> torch.Tensor:
         """As `paged_attention`: q `[tokens, heads, head_dim]` fp32 or bf16, as the cache is unless that is in 8 bits.
         The same back."""
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = empty(q.shape, q.dtype)
         self._run(q, key_cache, value_cache, scaling, out, None)
         return out
 
@@ -98,8 +98,8 @@ class PackedSequences:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The same in fp32, and `[tokens, heads]` the logarithms of the softmax's denominators, fp32: those of
         sequences that have keys left out, others maybe."""
-        out = torch.empty(q.shape, dtype=torch.float32)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32)
+        out = empty(q.shape, torch.float32)
+        lse = empty(q.shape[:2], torch.float32)
         self._run(q, key_cache, value_cache, scaling, out, lse)
         return out, lse
 

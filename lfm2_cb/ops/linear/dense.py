@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..native import NativeKernels
+from ..native import NativeKernels, empty
 
 
 @functools.cache
@@ -34,7 +34,7 @@ def few_rows_linear(
     Returns: `[rows, out]` in the same dtype.
     """
     (rows, inner), outputs = x.shape, weight.shape[0]
-    out = x.new_empty(rows, outputs)
+    out = empty((rows, outputs), x.dtype)
     name = "few_rows_linear_f32" if weight.dtype == torch.float32 else "few_rows_linear_bf16"
     native.call(name, x.contiguous(), weight, bias, out, rows, inner, outputs)
     return out
@@ -44,7 +44,7 @@ def many_rows_linear(
     native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`F.linear` at the processor's fp32 rate in either dtype: sums in fp32, rounded once. As `few_rows_linear`."""
-    out = x.new_empty(len(x), len(weight))
+    out = empty((len(x), len(weight)), x.dtype)
     name = "many_rows_linear_f32" if weight.dtype == torch.float32 else "many_rows_linear_bf16"
     native.call(name, x.contiguous(), weight, bias, out, *x.shape, len(weight))
     return out
@@ -71,7 +71,7 @@ def packed_matrix_linear(
 def _by_matrix_units(
     name: str, native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    out = x.new_empty(len(x), len(weight))
+    out = empty((len(x), len(weight)), x.dtype)
     native.call(name, x.contiguous(), weight, bias, out, *x.shape, len(weight))
     return out
 

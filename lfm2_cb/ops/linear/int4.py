@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..native import NativeKernels
+from ..native import NativeKernels, empty
 from .int8 import round_to_bf16
 
 #: input features that share a scale
@@ -95,7 +95,7 @@ def native_linear_int4(
     """
     out_features, in_features = len(weights.values), x.shape[-1]
     rows, chunks = x.numel() // in_features, -(-in_features // _CHUNK)
-    out = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
+    out = empty((*x.shape[:-1], out_features), x.dtype)
     native.call(
         "linear_int4",
         x.contiguous(),

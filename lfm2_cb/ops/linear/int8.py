@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from ..native import NativeKernels
+from ..native import NativeKernels, empty
 
 #: output features whose weights lie together, four inputs of each after another; inputs that share a scale; and what
 #: inputs are padded to. PANEL and GROUP in csrc/linear/int8.h
@@ -113,7 +113,7 @@ def _call(
 ) -> torch.Tensor:
     out_features, in_features = len(weights.scale), x.shape[-1]
     rows, groups, padded = x.numel() // in_features, weights.sums.shape[1], weights.values.shape[1] * 4
-    out = torch.empty((*x.shape[:-1], out_features), dtype=x.dtype)
+    out = empty((*x.shape[:-1], out_features), x.dtype)
     native.call(
         name,
         x.contiguous(),
@@ -122,7 +122,7 @@ def _call(
         weights.sums,
         weights.scale.to(x.dtype),  # which no scale loses anything by
         None if bias is None else bias.to(x.dtype),
-        torch.empty(-(-rows // 32) * 32 * padded, dtype=torch.uint8),  # whole tiles are read
+        empty((-(-rows // 32) * 32 * padded,), torch.uint8),  # whole tiles are read
         torch.empty(rows * groups, dtype=torch.float32),
         out,
         rows,

@@ -1,8 +1,19 @@
 """The native kernels: how they are built, found, checked, called and captured."""
 
+from .arena import Arena, empty, lend
 from .build import NativeUnavailable
-from .captured_graph import Arena, CapturedGraph
+from .captured_graph import CapturedGraph
 from .kernels import NativeKernels
 from .library import KERNELS, load, resolve_kernels
 
-__all__ = ["KERNELS", "Arena", "CapturedGraph", "NativeKernels", "NativeUnavailable", "load", "resolve_kernels"]
+__all__ = [
+    "KERNELS",
+    "Arena",
+    "CapturedGraph",
+    "NativeKernels",
+    "NativeUnavailable",
+    "empty",
+    "lend",
+    "load",
+    "resolve_kernels",
+]

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import struct
 import threading
-import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -18,52 +16,12 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .arena import Arena
 from .kernels import NativeKernels
 
 _aten = torch.ops.aten
 #: what makes a tensor without filling it
 _EMPTY = frozenset((_aten.empty, _aten.empty_like, _aten.new_empty))
-
-
-class Arena:
-    """Memory for the intermediate tensors of captured graphs, kept for as long as the arena is.
-
-    A block is free again when the tensor in it is gone. Graphs that never run at the same time share it, so it is as
-    large as the largest of them needs.
-    """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[int, list[np.ndarray]] = defaultdict(list)
-        self._blocks: dict[int, np.ndarray] = {}  # by address
-
-    def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """As `torch.empty` on CPU, aligned to 64 bytes."""
-        num_bytes = shape.numel() * dtype.itemsize
-        size = max(64, 1 << (num_bytes - 1).bit_length())
-        free = self._free[size]
-        block = free.pop() if free else self._new_block(size)
-        lent = block[:num_bytes]  # an object of its own, which lives as long as the tensor's storage
-        weakref.finalize(lent, free.append, block).atexit = False
-        return torch.from_numpy(lent).view(dtype).view(shape)
-
-    def _new_block(self, size: int) -> np.ndarray:
-        memory = np.empty(size + 64, np.uint8)
-        start = -memory.ctypes.data % 64
-        block = memory[start : start + size]
-        self._blocks[block.ctypes.data] = block
-        return block
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(block.nbytes for block in self._blocks.values())
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._blocks
-
-    def same(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Another tensor on the memory of a contiguous one made here, which it does not keep from being free."""
-        block = self._blocks[tensor.data_ptr()]
-        return torch.from_numpy(block[: tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
 
 
 class CapturedGraph:
