@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -78,6 +80,7 @@ class ContinuousBatchingGenerator:
             quantised while it is loaded, a live model is copied. None: as they are.
         cache_dtype: "int8" stores K/V in 8 bits, with a scale for each token and head: nearly twice the tokens of
             bf16 in the same `cache_memory`. That changes tokens. None: in the model's dtype.
+        trace: a file that gets what each step does; as `trace()`, from the start until `close()`.
 
     Raises:
         TypeError: not an LFM2. UnsafeCheckpointError: a checkpoint of pickles. MemoryError: the cache cannot be
@@ -104,6 +107,7 @@ class ContinuousBatchingGenerator:
         dtype: str | torch.dtype | None = "auto",
         weights: str | None = None,
         cache_dtype: str | None = EngineConfig.cache_dtype,
+        trace: str | None = EngineConfig.trace,
     ) -> None:
         check_types({"seed": seed})
         config = EngineConfig(
@@ -117,6 +121,7 @@ class ContinuousBatchingGenerator:
             kernels=kernels,
             max_step_seconds=max_step_seconds,
             cache_dtype=cache_dtype,
+            trace=trace,
         )
         if isinstance(model, str):
             loaded = load_model(model, dtype, weights=weights)
@@ -236,6 +241,19 @@ class ContinuousBatchingGenerator:
         submission = self.enqueue(token_ids, options, number_offset=next(self._num_submitted))
         self.loop.run_in_background()
         return RequestHandle(self, submission)
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Write what is done inside a `with` block to a file of Chrome trace events: steps, prefill chunks, decodes,
+        preemptions, the cache. Perfetto (ui.perfetto.dev) opens it, and `lfm2-cb plot` draws it.
+
+        One trace at a time: an earlier one ends. Raises: OSError.
+        """
+        self.engine.start_trace(path)
+        try:
+            yield
+        finally:
+            self.engine.end_trace()
 
     def close(self) -> None:
         """Cancel what is unfinished and refuse further calls. Calling it again does nothing."""

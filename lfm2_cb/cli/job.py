@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers.utils import logging
 
 from ..engine.loop import Submission
 from ..engine.sampler import LogitsProcessor
@@ -18,6 +17,7 @@ from ..requests.options import GenerateOptions
 from ..requests.outputs import RequestOutput
 from ..requests.prompts import PromptError, tokenize
 from ..scheduling.request import FinishReason
+from .progress import Progress, Summary
 from .rows import BadRow, Content, InputError, Source, row_digest, take_kept, take_prompt
 from .writer import DIGEST_FIELD, OutputError, RowSet
 
@@ -51,16 +51,6 @@ class PromptRow:
     @property
     def is_finished(self) -> bool:
         return self.submission is None or self.submission.is_finished
-
-
-@dataclass
-class Summary:
-    """What one run of a job did (not what earlier runs of it had done)."""
-
-    num_rows: int = 0
-    num_errors: int = 0
-    num_output_tokens: int = 0
-    seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -117,26 +107,24 @@ class Job:
             except Exception as error:  # stock's own, over whatever is in an option
                 raise ValueError(f"{type(processor).__name__} cannot use its options: {error}") from error
 
-    def run(self, source: Source, files: Files, progress_bar: bool = True) -> Summary:
+    def run(self, source: Source, files: Files, progress: Progress) -> Summary:
         """Run the rows that are not done yet.
 
         Raises: OutputError: what was written is whole, and the job can go on later. KeyboardInterrupt: the same.
         InputError: the input cannot be read further. BrokenError: the engine is unusable.
         """
         start, summary, finished = time.monotonic(), Summary(), self._finish(self._read(source, files))
-        bar = logging.tqdm(total=source.num_rows, initial=len(files.done), unit="row", disable=not progress_bar)
         try:
-            with bar:
+            with progress.shown():
                 for row, outputs in finished:
                     record = self._record(row, outputs)
                     files.write(record, is_error="error" in record)
                     summary.num_rows += 1
                     summary.num_errors += "error" in record
                     summary.num_output_tokens += sum(len(output.token_ids) for output in outputs)
-                    rate = summary.num_output_tokens / (time.monotonic() - start)
-                    bar.set_postfix_str(f"{rate:.0f} tok/s, {summary.num_errors} errors", refresh=False)
-                    bar.update(1)
-        except BrokenPipeError as error:  # of the progress bar
+                    summary.seconds = time.monotonic() - start
+                    progress.update(summary)
+        except BrokenPipeError as error:  # of the progress
             raise OutputError("nobody reads the progress any more") from error
         finally:
             finished.close()

@@ -1,4 +1,4 @@
-"""The `lfm2-cb` command: `generate`, `bench`, `info`, `serve`.
+"""The `lfm2-cb` command: `generate`, `bench`, `info`, `plot`, `serve`.
 
 Exit status: see `Status`.
 """
@@ -36,8 +36,10 @@ from .flags import (
     positive,
 )
 from .info import describe
-from .job import RECORD_FIELDS, Job, Summary
+from .job import RECORD_FIELDS, Job
 from .parquet_output import write_parquet
+from .plot import plot
+from .progress import Summary, make_progress
 from .reader import open_source
 from .rows import InputError, Source, check_first_rows
 from .serve import add_serve_flags, serve
@@ -81,11 +83,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser("lfm2-cb", description="Continuous batching for LFM2.")
     parser.add_argument("--version", action="version", version=f"lfm2-cb {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="{generate,bench,info,serve}")
+    commands = parser.add_subparsers(required=True, metavar="{generate,bench,info,plot,serve}")
     generate = "answer the prompts of a file; resumable at any instant"
     _add_generate(commands.add_parser("generate", help=generate, description=generate, epilog=STATUS_HELP))
     _add_bench(commands.add_parser("bench", help="measure throughput and latency on ragged random prompts"))
     _add_info(commands.add_parser("info", help="what a model is, how it would run, and what memory it takes"))
+    _add_plot(commands.add_parser("plot", help="draw a file that --trace has written"))
     serving = commands.add_parser("serve", help="an OpenAI-compatible server (needs an extra)")
     add_serve_flags(serving)
     serving.set_defaults(command=serve)
@@ -104,6 +107,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="remove what is there, and start anew")
     add("--retry-errors", action="store_true", help="run the rows in the errors file again")
     add("--quiet", action="store_true", help="no progress bar")
+    add("--live", action="store_true", help="a view of the engine instead of the bar, where stderr is a terminal")
     add_generation_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(command=_generate)
@@ -127,6 +131,12 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(command=_info)
 
 
+def _add_plot(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("trace", help="file that --trace or generator.trace() has written")
+    parser.add_argument("--output", help="of the picture, .png, .svg or .pdf (default: the trace's name, .png)")
+    parser.set_defaults(command=_plot)
+
+
 def _generate(args: argparse.Namespace) -> int:
     if clash := sorted({*args.keep} & {*RECORD_FIELDS}):
         raise UsageError(f"--keep {' '.join(clash)}: the output has fields of that name")
@@ -146,8 +156,9 @@ def _generate(args: argparse.Namespace) -> int:
         job.check_options()
         files = PipeFiles(1) if to_pipe else _job_files(args, source, options, config)
         num_before = len(files.done)
+        progress = make_progress(generator.engine, source.num_rows, num_before, quiet=args.quiet, live=args.live)
         try:
-            summary = job.run(source, files, progress_bar=not args.quiet)
+            summary = job.run(source, files, progress)
             if isinstance(files, JobFiles) and files.result is not None:
                 files.sync()
                 write_parquet(files.output, files.result, source, args.keep)
@@ -213,6 +224,12 @@ def _info(args: argparse.Namespace) -> int:
     with _make_generator(args) as generator:
         print(describe(generator))
     return Status.DONE
+
+
+def _plot(args: argparse.Namespace) -> int:
+    output = args.output or str(Path(args.trace).with_suffix(".png"))
+    plot(args.trace, output)
+    return _say(f"drawn: {output}", Status.DONE)
 
 
 def _advice(args: argparse.Namespace) -> str:

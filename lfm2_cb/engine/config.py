@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class EngineConfig:
         max_step_seconds: how long a step that decodes is to take at most, by the times of steps before it: longer
             prefills are cut into smaller chunks. None: up to `max_batch_tokens`, however long that takes.
         cache_dtype: "int8" stores K/V in 8 bits; None: in the model's dtype.
+        trace: a file that gets what each step does, as Chrome trace events ("{pid}" in its name: the process's id).
     Raises: ValueError: an option out of range, by name.
     """
 
@@ -57,6 +59,9 @@ class EngineConfig:
         "store K/V in 8 bits, for nearly twice the tokens; default: in the model's dtype",
         [name for name in CACHE_DTYPES if name],
     )
+    trace: str | None = _option(
+        None, str, "write what each step does to this file, as Chrome trace events (lfm2-cb plot draws them)"
+    )
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("max_batch_tokens", "max_sequences", "block_size")}
@@ -74,6 +79,8 @@ class EngineConfig:
             raise ValueError(f"max_step_seconds must be a positive number or None, got {limit!r}")
         if self.cache_dtype is not None and self.cache_dtype not in list(CACHE_DTYPES):
             raise ValueError(f"cache_dtype must be 'int8' or None (the model's dtype), got {self.cache_dtype!r}")
+        if self.trace is not None and (not isinstance(self.trace, (str, os.PathLike)) or not os.fspath(self.trace)):
+            raise ValueError(f"trace must be the path of a file or None, got {self.trace!r}")
 
     @property
     def cache_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from .config import EngineConfig
 from .drafting import Drafter, DraftTracker, PromptLookup, Speculation
 from .runner import ModelRunner
 from .sampler import SamplingParams, history_tensor, sample
+from .tracing import Trace
 
 logger = logging.get_logger("transformers.lfm2_cb")
 
@@ -67,6 +69,21 @@ class Engine:
         self._drafters: dict[object, Drafter] = {}
         self._inbox: deque[list[Request]] = deque()
         self._cancelled: deque[Request] = deque()
+        self._trace: Trace | None = None
+        if config.trace is not None:
+            self.start_trace(config.trace)
+
+    def start_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what the steps from now on do to a file; an earlier trace ends. Raises: OSError."""
+        trace = Trace(path, time.perf_counter())
+        self.end_trace()
+        self._trace = trace
+
+    def end_trace(self) -> None:
+        """Finish the trace's file, if one is written. From any thread."""
+        trace, self._trace = self._trace, None
+        if trace is not None:
+            trace.close(time.perf_counter())
 
     @property
     def has_unfinished(self) -> bool:
@@ -147,7 +164,10 @@ class Engine:
             return outputs + self._fail_all([row.request for row in rows], error)
         num_tokens, num_drafts = sum(row.num_tokens for row in rows), sum(row.num_drafts for row in rows)
         outputs += self._advance(rows, logits)
-        self.speculation.timed(num_tokens, num_drafts, time.perf_counter() - start)
+        end = time.perf_counter()
+        self.speculation.timed(num_tokens, num_drafts, end - start)
+        if (trace := self._trace) is not None:
+            trace.add_step(rows, start, end, self.scheduler, self.speculation.num_accepted)
         return outputs
 
     def _decode_budget(self) -> int | None:

@@ -219,6 +219,7 @@ class EngineLoop:
         background = self._background
         if background is not None and background is not threading.current_thread():
             background.join(timeout)
+        self.engine.end_trace()
 
     def _drive_until_idle(self) -> None:
         while True:

@@ -28,6 +28,7 @@ class Lfm2CbBatchingConfig(ContinuousBatchingConfig):
     kernels: str = EngineConfig.kernels
     cache_dtype: str | None = EngineConfig.cache_dtype
     max_step_seconds: float | None = EngineConfig.max_step_seconds
+    trace: str | None = EngineConfig.trace
 
     @classmethod
     def from_engine(cls, options: EngineConfig, **more: Any) -> Lfm2CbBatchingConfig:
@@ -44,7 +45,7 @@ class Lfm2CbBatchingConfig(ContinuousBatchingConfig):
 
 
 #: what `Lfm2CbBatchingConfig` adds
-OURS = ("cache_memory", "policy", "drafting", "kernels", "cache_dtype", "max_step_seconds")
+OURS = ("cache_memory", "policy", "drafting", "kernels", "cache_dtype", "max_step_seconds", "trace")
 
 #: fields that the engine or the manager follows
 HONOURED = {

@@ -45,6 +45,11 @@ class BlockPool:
         """Blocks that can be handed out now, cached content included."""
         return len(self._free) + len(self._cached_free)
 
+    @property
+    def num_cached(self) -> int:
+        """Those of the free blocks whose content is kept until their room is needed."""
+        return len(self._cached_free)
+
     def allocate(self) -> int:
         """Take a free block, evicting the least recently used cached one where none is empty.
 

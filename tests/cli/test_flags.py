@@ -23,6 +23,7 @@ OTHERS = {
     "kernels": "torch",
     "max_step_seconds": "0.5",
     "cache_dtype": "int8",
+    "trace": "t.json",
 }
 COMMANDS = {"generate": ["--input", "i", "--output", "o"], "bench": [], "info": []}
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.cli.job import Job
+from lfm2_cb.cli.progress import NoProgress
 from lfm2_cb.cli.reader import Source, open_source
 from lfm2_cb.cli.writer import JobFiles
 from lfm2_cb.engine.loop import BrokenError
@@ -35,7 +36,7 @@ def run(generator, tmp_path, rows, options=None, **kwargs):
     source = open_source(str(path), column=kwargs.get("column"), keep=kwargs.get("keep", ()))
     files = JobFiles(tmp_path / "out.jsonl", {}, overwrite=True)
     try:
-        Job(generator, generator.resolve(None, options or GREEDY), **kwargs).run(source, files, progress_bar=False)
+        Job(generator, generator.resolve(None, options or GREEDY), **kwargs).run(source, files, NoProgress())
     finally:
         files.close()
     errors = files.errors.read_bytes().splitlines() if files.errors.exists() else []
@@ -164,7 +165,7 @@ def test_memory_is_a_window_whatever_the_input(generator, tmp_path):
 
     job = Job(generator, generator.resolve(None, {**GREEDY, "max_new_tokens": 2}))
     files = Counting(tmp_path / "out.jsonl", {})
-    job.run(Source({}, None, rows), files, progress_bar=False)
+    job.run(Source({}, None, rows), files, NoProgress())
     files.close()
     assert written == 60 > job.window
 
@@ -177,7 +178,7 @@ def test_stopping_leaves_no_request_behind(generator, tmp_path):
     job = Job(generator, generator.resolve(None, GREEDY))
     files = Full(tmp_path / "out.jsonl", {})
     with pytest.raises(OSError, match="full"):
-        job.run(Source({}, None, lambda: ((i, {"prompt": [5, 6]}) for i in range(50))), files, progress_bar=False)
+        job.run(Source({}, None, lambda: ((i, {"prompt": [5, 6]}) for i in range(50))), files, NoProgress())
     files.close()
     assert not generator.engine.has_unfinished
 

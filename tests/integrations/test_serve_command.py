@@ -176,7 +176,7 @@ def test_another_model_or_none_is_said_in_one_line(capsys, tmp_path):
         assert message in said and said.startswith("lfm2-cb: error: ")
 
 
-def test_every_option_of_the_engine_has_a_flag_that_reaches_it(monkeypatch):
+def test_every_option_of_the_engine_has_a_flag_that_reaches_it(monkeypatch, tmp_path):
     taken = {}
     monkeypatch.setattr(server, "serve_on", lambda listener, model, tokenizer, **options: taken.update(options))
     asked = {
@@ -190,6 +190,7 @@ def test_every_option_of_the_engine_has_a_flag_that_reaches_it(monkeypatch):
         "kernels": "torch",
         "max_step_seconds": 0.5,
         "cache_dtype": "int8",
+        "trace": str(tmp_path / "t.json"),
     }
     assert asked.keys() == {field.name for field in fields(EngineConfig)}
     flags = ["--no-prefix-caching"]
