@@ -109,6 +109,11 @@ class BlockPool:
         self._index[key] = block
         return block
 
+    def known_blocks(self) -> list[Block]:
+        """Blocks whose content is computed and indexed: those in use, then the others, the last used first."""
+        in_use = [block for block in self.blocks if block.ref_count and block.ready]
+        return in_use + [self.blocks[block_id] for block_id in reversed(list(self._cached_free))]
+
     def clear_cached(self) -> None:
         """Forget all content (the weights changed). Owned blocks stay owned."""
         for block_id in self._cached_free:

@@ -1,0 +1,130 @@
+"""Which of many engines a request goes to: the one that has computed most of its prompt, unless too much waits there.
+
+It knows names, hashes of blocks and loads, so a simulator runs the same code as a cluster.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+#: A prefix that more engines hold than this is looked for among as many that are drawn: enough to find a little loaded
+#: one, and what a decision costs does not grow with the fleet.
+SAMPLE = 16
+
+#: An engine is loaded beyond its share at this many times the mean load, and this many requests beyond. (Simulated
+#: with 8 and 64 engines: see integrations/ray/README.md.)
+SHARE, SLACK = 1.5, 2.0
+
+#: what cached blocks count for where the adapter itself would have to be loaded
+ABSENT_ADAPTER = 0.25
+
+
+@dataclass
+class _Engine:
+    """What is known of one. What was sent there since the report before its last is as good as computed."""
+
+    known: set[int] = field(default_factory=set)
+    sent: set[int] = field(default_factory=set)
+    sent_before: set[int] = field(default_factory=set)
+    adapters: frozenset[str] = frozenset()
+
+
+class PrefixRouter:
+    """Chooses an engine for each request by score: cached blocks of its prompt × adapter present ÷ load.
+
+    Nobody's word has to be true: an engine that has forgotten a prefix computes it.
+
+    Args: seed: of the draws.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._engines: dict[str, _Engine] = {}
+        self._names: list[str] = []
+        self._holders: dict[int, set[str]] = {}  # by block hash
+        self._carriers: dict[str, set[str]] = {}  # by adapter
+        self._random = random.Random(seed)
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Know of these engines, and of no others."""
+        names = set(names)
+        for name in self._engines.keys() - names:
+            self._learn(name, set(), frozenset())
+            del self._engines[name]
+        for name in sorted(names - self._engines.keys()):
+            self._engines[name] = _Engine()
+        self._names = list(self._engines)
+
+    def report(self, name: str, hashes: Iterable[int], adapters: Iterable[str] = ()) -> None:
+        """Take in what an engine says that it holds."""
+        engine = self._engines[name]
+        engine.sent, engine.sent_before = set(), engine.sent
+        self._learn(name, engine.sent_before.union(hashes), frozenset(adapters))
+
+    def sent(self, name: str, hashes: Sequence[int]) -> None:
+        """Take note that a request went to an engine, whatever decided so."""
+        if (engine := self._engines.get(name)) is not None:
+            engine.sent.update(hashes)
+            engine.known.update(hashes)
+            for block in hashes:
+                self._holders.setdefault(block, set()).add(name)
+
+    def choose(self, hashes: Sequence[int], load: Callable[[str], float], adapter: str | None = None) -> str:
+        """The engine for a request.
+
+        Args:
+            hashes: of its prompt's blocks, from the first.
+            load: of an engine, in requests.
+            adapter: that it runs with.
+        Raises: IndexError: there are no engines.
+        """
+        if not self._names:
+            raise IndexError("there is no engine to choose")
+        drawn = self._draw(self._names)
+        carriers = None if adapter is None else self._carriers.get(adapter, set())
+        if carriers:
+            drawn = list({*drawn, *self._draw(sorted(carriers))})
+        loads = {name: load(name) for name in drawn}
+        fair = SHARE * sum(loads.values()) / len(loads) + SLACK
+        best, best_score = None, 0.0
+        for name, num_blocks in self._cached(hashes, drawn).items():
+            loads.setdefault(name, load(name))
+            presence = 1.0 if carriers is None or name in carriers else ABSENT_ADAPTER
+            score = num_blocks * presence / (1 + loads[name])
+            if loads[name] <= fair and score > best_score:
+                best, best_score = name, score
+        if best is not None:
+            return best
+        free = [name for name in drawn if loads[name] <= fair]
+        free = [name for name in free if carriers and name in carriers] or free
+        return min(self._random.sample(free, min(2, len(free))), key=loads.__getitem__)
+
+    def _draw(self, names: list[str]) -> list[str]:
+        return names if len(names) <= SAMPLE else self._random.sample(names, SAMPLE)
+
+    def _cached(self, hashes: Sequence[int], drawn: Sequence[str]) -> dict[str, int]:
+        """How many leading blocks engines hold, of those that hold any."""
+        found: dict[str, int] = {}
+        for depth, block in enumerate(hashes, 1):
+            holders = self._holders.get(block)
+            if not holders:
+                break
+            for name in holders if len(holders) <= SAMPLE else drawn:
+                if name in holders:
+                    found[name] = depth
+        return found
+
+    def _learn(self, name: str, known: set[int], adapters: frozenset[str]) -> None:
+        engine = self._engines[name]
+        for adapter in engine.adapters ^ adapters:
+            self._carriers.setdefault(adapter, set()).symmetric_difference_update({name})
+        engine.adapters = adapters
+        for block in engine.known - known:
+            holders = self._holders[block]
+            holders.discard(name)
+            if not holders:
+                del self._holders[block]
+        for block in known - engine.known:
+            self._holders.setdefault(block, set()).add(name)
+        engine.known = known
