@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -30,6 +31,9 @@ from .metrics import Metrics
 from .responses import Responses
 from .served import Served
 from .tokens import Detokenize, Tokenize
+
+#: what `/` shows: one page over /metrics, without anything from elsewhere
+STATUS_PAGE = Path(__file__).with_name("status.html")
 
 #: an endpoint: a request's body and id in, an answer out; it raises RequestError
 Endpoint = Callable[[dict[str, Any], str], Awaitable[Response]]
@@ -137,6 +141,10 @@ def _add_readings(app: FastAPI, served: Served, metrics: Metrics) -> None:
     def metrics_page(_: Request) -> Response:
         return Response(metrics.page(), media_type=CONTENT_TYPE_LATEST)
 
+    def status_page(_: Request) -> Response:
+        return HTMLResponse(STATUS_PAGE.read_text("utf-8"))
+
+    app.add_route("/", status_page, ["GET"])
     app.add_route("/v1/models", models, ["GET"])
     app.add_route("/v1/models/{name:path}", model, ["GET"])
     app.add_route("/health", health, ["GET"])

@@ -20,8 +20,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Scope = MutableMapping[str, Any]
 
-#: answered without a key
-OPEN_PATHS = {"/health"}
+#: answered without a key (the status page is empty until it has one)
+OPEN_PATHS = {"/", "/health"}
 
 REQUEST_ID = "x-request-id"
 

@@ -44,9 +44,13 @@ class Metrics:
             pool = processor.engine.scheduler.cache.pool
             return 1 - pool.num_free / pool.num_blocks
 
+        def running_tokens(processor: BatchProcessor) -> int:
+            return sum(request.num_output_tokens for request in list(processor.engine.scheduler.running))
+
         for label, text, read in (
             ("queue_depth", "Sequences waiting for their first step", lambda p: len(p.scheduler.waiting_requests)),
             ("running", "Sequences running", lambda p: len(p.scheduler.active_requests)),
+            ("running_tokens", "Tokens that running sequences have generated so far", running_tokens),
             ("cache_usage", "Share of cache blocks that running sequences hold", used),
             ("drafted_tokens", "Tokens guessed since the start", lambda p: p.engine.speculation.num_drafted),
             ("accepted_tokens", "Those that were right", lambda p: p.engine.speculation.num_accepted),
