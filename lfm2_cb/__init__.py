@@ -9,6 +9,7 @@ from .model.configuration import Lfm2CbConfig
 from .model.modeling import Lfm2CbForCausalLM, Lfm2CbModel, Lfm2CbMoeForCausalLM
 from .requests.outputs import RequestEvent, RequestOutput
 from .requests.structured import Structured
+from .requests.tool_calls import ToolCall, parse_tool_calls
 
 __version__ = "0.1.0"
 
@@ -24,10 +25,12 @@ __all__ = [
     "RequestEvent",
     "RequestOutput",
     "Structured",
+    "ToolCall",
     "__version__",
     "default_dtype",
     "demo_model_path",
     "disable",
     "enable",
     "load_model",
+    "parse_tool_calls",
 ]

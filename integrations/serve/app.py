@@ -21,6 +21,7 @@ from lfm2_cb import __version__
 from lfm2_cb.hf.methods import init_continuous_batching
 from lfm2_cb.loading import as_lfm2_cb, load_model, load_tokenizer
 
+from .answer_form import FormCompiler
 from .body import parse_object
 from .completions import ChatCompletions, Completions
 from .dispatch import Dispatcher
@@ -30,13 +31,14 @@ from .messages import ChatPrompts
 from .metrics import Metrics
 from .responses import Responses
 from .served import Served
+from .terms import Terms
 from .tokens import Detokenize, Tokenize
 
 #: what `/` shows: one page over /metrics, without anything from elsewhere
 STATUS_PAGE = Path(__file__).with_name("status.html")
 
-#: an endpoint: a request's body and id in, an answer out; it raises RequestError
-Endpoint = Callable[[dict[str, Any], str], Awaitable[Response]]
+#: an endpoint: a request's body and terms in, an answer out; it raises RequestError
+Endpoint = Callable[[dict[str, Any], Terms], Awaitable[Response]]
 
 
 def build_app(
@@ -84,7 +86,9 @@ def build_app(
     metrics = Metrics(manager)
     dispatcher = Dispatcher(manager, tokenizer, max_queue, metrics)
     name = name or getattr(model.config, "name_or_path", "") or "lfm2"
-    served = Served(name, model, tokenizer, dispatcher, ChatPrompts(tokenizer, chat_template_kwargs))
+    forms = FormCompiler(tokenizer, model.config.vocab_size, _first(model.config.eos_token_id))
+    prompts = ChatPrompts(tokenizer, chat_template_kwargs, writes_calls=forms.has_markers)
+    served = Served(name, model, tokenizer, dispatcher, prompts, forms)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -152,10 +156,14 @@ def _add_readings(app: FastAPI, served: Served, metrics: Metrics) -> None:
     app.add_route("/metrics", metrics_page, ["GET"])
 
 
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, (list, tuple)) and value else value
+
+
 def _route(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
     async def handle(request: Request) -> Response:
         try:
-            return await endpoint(parse_object(await request.body()), request.state.request_id)
+            return await endpoint(parse_object(await request.body()), Terms.of(request))
         except RequestError as error:
             return error.response()
         except RecursionError:  # parsed it was, just so

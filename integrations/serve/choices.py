@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
-from transformers.utils.chat_parsing import ResponseParser
+from transformers.cli.serving.utils import ReasoningText, ToolCall
 
+from lfm2_cb.engine.constraints import Grammar
 from lfm2_cb.engine.sampler import TokenLogprobs
 from lfm2_cb.hf.manager_outputs import CbGenerationOutput
-from lfm2_cb.requests.text import IncrementalDecoder
 
 from .dispatch import Dispatcher
-from .errors import GenerationFailed
+from .errors import DeadlinePassed, GenerationFailed
+from .parsers import AnswerParser, PlainText
 from .sampling import Sampling
-
-
-class DecoderWithSpecialTokens(IncrementalDecoder):
-    """For a parser that looks for them."""
-
-    def _decode(self, start: int, end: int) -> str:
-        return self.tokenizer.decode(self._token_ids[start:end], skip_special_tokens=False)
 
 
 class StopStrings:
@@ -100,17 +92,16 @@ class Choice:
         index: int,
         tokenizer: PreTrainedTokenizerBase,
         stops: Sequence[str] = (),
-        parser: ResponseParser | None = None,
+        parser: AnswerParser | None = None,
         min_tokens: int = 0,
         opening: str = "",
     ) -> None:
         self.index, self.num_tokens, self.num_cached_tokens = index, 0, 0
         self._min_tokens = min_tokens
         self.whole = Delta()
-        self.stops, self._parser = StopStrings(stops), parser
-        self._decoder = (IncrementalDecoder if parser is None else DecoderWithSpecialTokens)(tokenizer)
-        self._early: list[Any] = [opening] if opening else []
-        self._early += [] if parser is None else response_events_to_chunks(parser.initial_events)
+        self.stops, self._parser = StopStrings(stops), parser or PlainText()
+        self._decoder = self._parser.decoder(tokenizer)
+        self._early: list[Any] = [*([opening] if opening else []), *self._parser.begin()]
 
     def read(self, output: CbGenerationOutput) -> Delta:
         """Take in an output, whose tokens are all so far; beyond a stop string nothing is read."""
@@ -129,24 +120,16 @@ class Choice:
             text += self.stops.flush()
         if output.top_logprobs is not None:
             delta.logprobs = output.top_logprobs[first : self.num_tokens]
-        delta.items += self._parse(text, ended)
+        delta.items += self._parser.add(text)
         if ended:
+            delta.items += self._parser.finish()
             calls = delta.tool_calls or self.whole.tool_calls
             reason = "stop" if self.stops.found else str(output.finish_reason)
-            delta.finish_reason = "tool_calls" if calls else reason
+            delta.finish_reason = "tool_calls" if calls and reason == "stop" else reason
         self.whole.items += delta.items
         self.whole.logprobs += delta.logprobs
         self.whole.finish_reason = delta.finish_reason
         return delta
-
-    def _parse(self, text: str, ended: bool) -> list[Any]:
-        if self._parser is None:
-            return [text] if text else []
-        events = list(self._parser.feed(text)) if text else []
-        if ended:
-            with suppress(ValueError, RuntimeError):  # cut within something structured, as by max_tokens
-                events += self._parser.finalize()[1]
-        return response_events_to_chunks(events)
 
 
 class Completion:
@@ -158,6 +141,9 @@ class Completion:
         param: the field in which the prompts came.
         n: sequences of each prompt.
         parsers, openings: of each sequence; see `Choice`.
+        grammar: that all of them fit.
+        priority: higher runs first.
+        deadline: by the event loop's clock; what is unfinished then is cancelled.
     Raises: RequestError.
     """
 
@@ -171,11 +157,15 @@ class Completion:
         n: int = 1,
         logprobs: int | None = None,
         streaming: bool = False,
-        parsers: Sequence[ResponseParser | None] | None = None,
+        parsers: Sequence[AnswerParser | None] | None = None,
         openings: Sequence[str] | None = None,
+        grammar: Grammar | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._queue: asyncio.Queue[CbGenerationOutput] = asyncio.Queue()
+        self._deadline = deadline
         self._open: dict[str, Choice] = {}
         self._n, self.num_prompt_tokens = n, sum(map(len, prompts))
         names = dispatcher.submit(
@@ -186,6 +176,8 @@ class Completion:
             n=n,
             streaming=streaming or bool(sampling.stops),
             logprobs=logprobs,
+            grammar=grammar,
+            priority=priority,
         )
         parsers, openings = parsers or [None] * len(names), openings or [""] * len(names)
         self.choices = [
@@ -197,13 +189,13 @@ class Completion:
     async def __aiter__(self) -> AsyncIterator[tuple[Choice, Delta]]:
         try:
             while self._open:
-                output = await self._queue.get()
+                output = await self._next()
                 choice = self._open.get(output.request_id)
                 if choice is None:
                     continue  # ended by a stop string, and the engine had more
                 if output.error is not None:
                     del self._open[output.request_id]
-                    raise GenerationFailed(output.error)
+                    raise GenerationFailed(output.error, is_own_fault=not output.error.startswith("structured:"))
                 delta = choice.read(output)
                 if delta.finish_reason is not None:
                     del self._open[output.request_id]
@@ -212,6 +204,13 @@ class Completion:
                 yield choice, delta
         finally:
             self.cancel()
+
+    async def _next(self) -> CbGenerationOutput:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await self._queue.get()
+        except TimeoutError as error:
+            raise DeadlinePassed("the request's deadline passed before its answer was there") from error
 
     async def run(self) -> list[Choice]:
         """All choices, finished."""

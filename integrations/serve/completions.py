@@ -10,17 +10,19 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from transformers.cli.serving.utils import build_response_parser
 
 from lfm2_cb.engine.sampler import TokenLogprobs
 from lfm2_cb.requests.prompts import PromptError, tokenize
 
+from .answer_form import AnswerForm, schema_of_chat
 from .choices import Choice, Completion, Delta
 from .errors import RequestError
 from .fields import CHAT, COMPLETION, Field, check_fields
-from .messages import messages_of_chat
+from .messages import check_tools, messages_of_chat
+from .parsers import make_parser
 from .sampling import Sampling
 from .served import Served
+from .terms import Terms
 
 
 class ChoicesEndpoint(ABC):
@@ -34,20 +36,20 @@ class ChoicesEndpoint(ABC):
     def __init__(self, served: Served) -> None:
         self.served = served
 
-    async def __call__(self, body: dict[str, Any], request_id: str) -> Response:
+    async def __call__(self, body: dict[str, Any], terms: Terms) -> Response:
         """Raises: RequestError."""
         check_fields(body, self.fields, self.required)
         self.served.check_name(body)
         options = body.get("stream_options")
         if options is not None and not body.get("stream"):
             raise RequestError("stream_options go with stream=true", "stream_options")
-        completion = self.start(body)
-        common = {"id": f"{self.id_prefix}{request_id}", "created": int(time.time()), "model": self.served.name}
+        completion = await self.start(body, terms)
+        common = {"id": f"{self.id_prefix}{terms.request_id}", "created": int(time.time()), "model": self.served.name}
         answer = Answer(self, completion, common, bool((options or {}).get("include_usage")))
         return answer.as_events() if body.get("stream") else await answer.as_json()
 
     @abstractmethod
-    def start(self, body: dict[str, Any]) -> Completion:
+    async def start(self, body: dict[str, Any], terms: Terms) -> Completion:
         """Queue what a body asks for, its fields being of their kinds. Raises: RequestError."""
 
     @abstractmethod
@@ -55,8 +57,8 @@ class ChoicesEndpoint(ABC):
         """A finished choice, without its index and finish_reason."""
 
     @abstractmethod
-    def chunk(self, choice: Choice, delta: Delta, logprobs: Any) -> dict[str, Any]:
-        """A piece of a choice, likewise."""
+    def chunks(self, choice: Choice, delta: Delta, logprobs: Any) -> list[dict[str, Any]]:
+        """The pieces of a choice that a delta is, likewise; at least one."""
 
     @abstractmethod
     def format_logprobs(self, entries: list[TokenLogprobs]) -> Any:
@@ -105,8 +107,10 @@ class Answer:
         try:
             async for choice, delta in self.completion:
                 if delta.items or delta.logprobs or delta.finish_reason:
-                    piece = self.endpoint.chunk(choice, delta, self._logprobs(delta))
-                    yield self._event([{"index": choice.index, "finish_reason": delta.finish_reason, **piece}])
+                    *pieces, last = self.endpoint.chunks(choice, delta, self._logprobs(delta))
+                    for piece in pieces:
+                        yield self._event([{"index": choice.index, "finish_reason": None, **piece}])
+                    yield self._event([{"index": choice.index, "finish_reason": delta.finish_reason, **last}])
         except RequestError as error:
             yield f"data: {json.dumps(error.body)}\n\n"
             return
@@ -125,13 +129,14 @@ class ChatCompletions(ChoicesEndpoint):
     fields, required = CHAT, "messages"
     kind, chunk_kind, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
 
-    def start(self, body: dict[str, Any]) -> Completion:
+    async def start(self, body: dict[str, Any], terms: Terms) -> Completion:
         if body.get("top_logprobs") and not body.get("logprobs"):
             raise RequestError("top_logprobs go with logprobs=true", "top_logprobs")
-        served, tools = self.served, [] if body.get("tool_choice") == "none" else body.get("tools") or []
-        ids = served.prompts.token_ids(body, messages_of_chat(body["messages"]), tools)
-        n = body.get("n") or 1
-        parsers = [build_response_parser(served.tokenizer, served.model, ids, tools=tools or None) for _ in range(n)]
+        served, n = self.served, body.get("n") or 1
+        schema, tools = schema_of_chat(body.get("response_format")), check_tools(body.get("tools") or [])
+        form = AnswerForm.of(schema, "response_format", tools, body, served.forms.has_markers)
+        ids = served.prompts.token_ids(body, messages_of_chat(body["messages"]), form.tools)
+        grammar = await served.forms.compile(form)
         return Completion(
             served.dispatcher,
             [ids],
@@ -140,37 +145,32 @@ class ChatCompletions(ChoicesEndpoint):
             n=n,
             logprobs=(body.get("top_logprobs") or 0) if body.get("logprobs") else None,
             streaming=bool(body.get("stream")),
-            parsers=parsers,
+            parsers=[
+                make_parser(served.tokenizer, served.model, ids, form.tools, form.calls_are_enforced) for _ in range(n)
+            ],
+            grammar=grammar,
+            priority=terms.priority,
+            deadline=terms.deadline,
         )
 
     def opening(self) -> dict[str, Any]:
         return {"delta": {"role": "assistant", "content": ""}}
 
     def whole(self, choice: Choice, logprobs: Any) -> dict[str, Any]:
-        return {"message": {"role": "assistant", **self._content(choice.whole)}, "logprobs": logprobs}
+        message, calls = {"role": "assistant", **_content(choice.whole)}, choice.whole.tool_calls
+        if calls:
+            message["content"] = choice.whole.text if choice.whole.text.strip() else None
+            message["tool_calls"] = [_call(call.name, call.arguments) for call in calls]
+        return {"message": message, "logprobs": logprobs}
 
-    def chunk(self, choice: Choice, delta: Delta, logprobs: Any) -> dict[str, Any]:
-        content = self._content(delta)
-        calls = content.get("tool_calls", [])
-        first = len(choice.whole.tool_calls) - len(calls)
-        for place, call in enumerate(calls, first):
-            call["index"] = place
-        return {"delta": content, "logprobs": logprobs}
-
-    def _content(self, delta: Delta) -> dict[str, Any]:
-        content: dict[str, Any] = {"content": delta.text}
-        if delta.reasoning:
-            content["reasoning_content"] = delta.reasoning
-        if delta.tool_calls:
-            content["tool_calls"] = [
-                {
-                    "id": f"call_{uuid.uuid4().hex}",
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in delta.tool_calls
-            ]
-        return content
+    def chunks(self, choice: Choice, delta: Delta, logprobs: Any) -> list[dict[str, Any]]:
+        """Text, and each call as its name and then its arguments."""
+        has_text = delta.text or delta.reasoning or not delta.tool_calls
+        deltas: list[dict[str, Any]] = [_content(delta)] if has_text else []
+        for index, call in enumerate(delta.tool_calls, len(choice.whole.tool_calls) - len(delta.tool_calls)):
+            deltas.append({"tool_calls": [{"index": index, **_call(call.name, "")}]})
+            deltas.append({"tool_calls": [{"index": index, "function": {"arguments": call.arguments}}]})
+        return [{"delta": one, "logprobs": logprobs if i == 0 else None} for i, one in enumerate(deltas)]
 
     def format_logprobs(self, entries: list[TokenLogprobs]) -> dict[str, Any]:
         def one(token_id: int, logprob: float) -> dict[str, Any]:
@@ -185,13 +185,22 @@ class ChatCompletions(ChoicesEndpoint):
         }
 
 
+def _content(delta: Delta) -> dict[str, Any]:
+    return {"content": delta.text, **({"reasoning_content": delta.reasoning} if delta.reasoning else {})}
+
+
+def _call(name: str, arguments: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+
+
 class Completions(ChoicesEndpoint):
     """`/v1/completions`; a prompt is a string, token ids, or a list of either."""
 
     fields, required = COMPLETION, "prompt"
     kind, chunk_kind, id_prefix = "text_completion", "text_completion", "cmpl-"
 
-    def start(self, body: dict[str, Any]) -> Completion:
+    async def start(self, body: dict[str, Any], terms: Terms) -> Completion:
         n = body.get("n") or 1
         if (body.get("best_of") or n) != n:
             raise RequestError("best_of other than n is not supported here", "best_of", code="unsupported_parameter")
@@ -210,6 +219,8 @@ class Completions(ChoicesEndpoint):
             logprobs=body.get("logprobs"),
             streaming=bool(body.get("stream")),
             openings=[text for text in self._texts(body["prompt"]) for _ in range(n)] if body.get("echo") else None,
+            priority=terms.priority,
+            deadline=terms.deadline,
         )
 
     def _texts(self, prompt: Any) -> list[str]:
@@ -220,8 +231,8 @@ class Completions(ChoicesEndpoint):
     def whole(self, choice: Choice, logprobs: Any) -> dict[str, Any]:
         return {"text": choice.whole.text, "logprobs": logprobs}
 
-    def chunk(self, choice: Choice, delta: Delta, logprobs: Any) -> dict[str, Any]:
-        return {"text": delta.text, "logprobs": logprobs}
+    def chunks(self, choice: Choice, delta: Delta, logprobs: Any) -> list[dict[str, Any]]:
+        return [{"text": delta.text, "logprobs": logprobs}]
 
     def format_logprobs(self, entries: list[TokenLogprobs]) -> dict[str, Any]:
         texts = [self._token_text(entry.token_id) for entry in entries]

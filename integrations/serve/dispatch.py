@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lfm2_cb.engine.constraints import Grammar
 from lfm2_cb.hf.manager import Lfm2CbManager
 from lfm2_cb.hf.manager_outputs import CbGenerationOutput
 
@@ -41,6 +42,8 @@ class Dispatcher:
         n: int = 1,
         streaming: bool = False,
         logprobs: int | None = None,
+        grammar: Grammar | None = None,
+        priority: int = 0,
     ) -> list[str]:
         """Queue prompts, `n` sequences of each, and have `listener` called on this event loop for every output.
 
@@ -53,7 +56,12 @@ class Dispatcher:
         if n > 1 and not sampling.config.do_sample:  # stock forks samples only; greedy ones are requests of their own
             prompts, n = [ids for ids in prompts for _ in range(n)], 1
         sampling.config.num_return_sequences = n
-        options = {"streaming": streaming, "logprobs": logprobs}
+        options: dict[str, Any] = {
+            "streaming": streaming,
+            "logprobs": logprobs,
+            "structured": grammar,
+            "priority": priority,
+        }
         names: list[str] = []
         try:
             if sampling.penalties is None:

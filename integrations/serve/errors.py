@@ -43,10 +43,20 @@ class RequestError(Exception):
 
 
 class GenerationFailed(RequestError):
-    """A sequence ended with an error, or the server is being stopped."""
+    """A sequence ended with an error, or the server is being stopped.
+
+    Args: is_own_fault: the server's; else the request asked for what cannot be.
+    """
+
+    def __init__(self, message: str, is_own_fault: bool = True) -> None:
+        super().__init__(message, status=500 if is_own_fault else 400)
+
+
+class DeadlinePassed(RequestError):
+    """The answer was not there when it had to be. OpenAI's clients are told not to try again."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(message, status=500)
+        super().__init__(message, status=504, code="deadline_exceeded", headers={"x-should-retry": "false"})
 
 
 class EngineStopped(RequestError):

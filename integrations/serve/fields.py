@@ -136,6 +136,14 @@ def _is_template_kwargs(value: Any) -> bool:
     return isinstance(value, dict) and not value.keys() & TEMPLATE_CALL
 
 
+def _is_tool_choice(value: Any) -> bool:
+    """A function is named as in chats (within "function") or as in responses."""
+    if not isinstance(value, dict):
+        return value in ("auto", "none", "required")
+    function = value.get("function", value)
+    return value.get("type") == "function" and isinstance(function, dict) and is_text(function.get("name"))
+
+
 def _is_stream_options(value: Any) -> bool:
     allowed: dict[str, tuple[Any, ...]] = {
         "include_usage": (True, False, None),
@@ -156,7 +164,7 @@ LABELS = _inert(
 )
 STREAM_OPTIONS = _honoured("an object: include_usage true or false, include_obfuscation false", _is_stream_options)
 TOOLS = _honoured("a list of tools", lambda value: isinstance(value, list))
-TOOL_CHOICE = _honoured('"auto" or "none"; tools cannot be enforced here', lambda value: value in ("auto", "none"))
+TOOL_CHOICE = _honoured('"auto", "none", "required", or a function with its name', _is_tool_choice)
 TEMPLATE_KWARGS = _honoured("an object with variables of the chat template", _is_template_kwargs)
 
 #: how tokens are chosen, on every endpoint; from `top_k` on they are not OpenAI's
@@ -189,7 +197,7 @@ LABELLING: dict[str, Field] = {
     "moderation": _refused(),
     "prompt_cache_options": _refused(),
     "prompt_cache_retention": _refused("in_memory", "in-memory"),
-    "parallel_tool_calls": _refused(True),
+    "parallel_tool_calls": BOOLEAN,
 }
 
 CHAT: dict[str, Field] = {
@@ -213,7 +221,7 @@ CHAT: dict[str, Field] = {
     "modalities": _refused(["text"]),
     "prediction": _refused(),
     "reasoning_effort": _refused(),
-    "response_format": _refused({"type": "text"}),
+    "response_format": _honoured("an object with a type", lambda value: isinstance(value, dict)),
     "verbosity": _refused("medium"),
     "web_search_options": _refused(),
 }
@@ -254,9 +262,9 @@ RESPONSE: dict[str, Field] = {
     "previous_response_id": _refused(),
     "prompt": _refused(),
     "reasoning": _refused({}),
-    "text": _refused({"format": {"type": "text"}}, {}),
+    "text": _honoured("an object with a format", lambda value: isinstance(value, dict)),
     "top_logprobs": _refused(0),
-    "truncation": _refused("disabled"),
+    "truncation": _honoured('"auto" or "disabled"', lambda value: value in ("auto", "disabled")),
 }
 
 TOKENIZE: dict[str, Field] = {

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from lfm2_cb.requests.tool_calls import ToolCall, render_tool_calls
+
 from .body import parse_object
 from .errors import RequestError
 from .fields import shown
@@ -31,11 +33,20 @@ TEXT_PARTS = {"text", "input_text", "output_text"}
 class ChatPrompts:
     """Applies one tokenizer's chat template.
 
-    Args: template_kwargs: variables of the template, for every request.
+    Args:
+        template_kwargs: variables of the template, for every request.
+        writes_calls: tool calls that the template would drop are written as LFM2 writes them. (LFM2's own template
+            drops them, and its model card shows them so.)
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: Mapping[str, Any] | None = None,
+        writes_calls: bool = False,
+    ) -> None:
         self._tokenizer, self._template_kwargs = tokenizer, dict(template_kwargs or {})
+        self._writes_calls = writes_calls
 
     def token_ids(self, body: Mapping[str, Any], messages: Sequence[Placed], tools: Sequence[Any]) -> list[int]:
         """The prompt that messages in OpenAI's form are for this model.
@@ -61,8 +72,13 @@ class ChatPrompts:
         if continues and chat[-1]["role"] != "assistant":
             message = "continue_final_message: the final message is not the assistant's"
             raise RequestError(message, "continue_final_message")
-        tool_list = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)] or None
+        tool_list = check_tools(tools) or None
         ids = self._apply(chat, tool_list, options, param)
+        if self._writes_calls and any("tool_calls" in one for one in chat):
+            without_calls = [{key: value for key, value in one.items() if key != "tool_calls"} for one in chat]
+            if ids == self._apply(without_calls, tool_list, options, param):
+                chat = [_with_calls_written(one) for one in chat]
+                ids = self._apply(chat, tool_list, options, param)
         if tool_list and ids == self._apply(chat, None, options, param):
             raise RequestError("tools: the model's chat template has no place for them", "tools")
         for i, one in enumerate(chat):
@@ -127,6 +143,16 @@ def _content(content: Any, place: str, kinds: Collection[str] = TEXT_PARTS) -> s
     return " ".join(texts)  # as in transformers serve
 
 
+def _with_calls_written(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its calls in its content, before the text."""
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    if not functions:
+        return message
+    written = render_tool_calls([ToolCall(function["name"], function["arguments"]) for function in functions])
+    rest = {key: value for key, value in message.items() if key != "tool_calls"}
+    return {**rest, "content": written + message["content"]}
+
+
 def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     """Their arguments as objects, which templates walk through."""
     if not isinstance(calls, list):
@@ -145,6 +171,11 @@ def _tool_calls(calls: Any, place: str) -> list[dict[str, Any]]:
     return read
 
 
+def check_tools(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """Tools in the form of chat completions, as they are. Raises: RequestError."""
+    return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
+
+
 def _tool(tool: Any, place: str) -> dict[str, Any]:
     if not isinstance(tool, dict) or tool.get("type") != "function":
         kind = tool.get("type") if isinstance(tool, dict) else tool
@@ -152,12 +183,12 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise RequestError(f"{place}.function must be an object with a name", f"{place}.function")
-    if not isinstance(function.get("parameters", {}), dict):
+    if not isinstance(function.get("parameters") or {}, dict):
         where = f"{place}.function.parameters"
         raise RequestError(f"{where} must be a JSON schema, got {shown(function['parameters'])}", where)
-    if function.get("strict"):
+    if function.get("strict") not in (True, False, None):
         where = f"{place}.function.strict"
-        raise RequestError(f"{where} is not supported here: arguments are not enforced", where)
+        raise RequestError(f"{where} must be true or false, got {shown(function['strict'])}", where)
     return tool
 
 

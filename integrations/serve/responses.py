@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from transformers.cli.serving.utils import ReasoningText, ToolCall, build_response_parser
+from transformers.cli.serving.utils import ReasoningText, ToolCall
 
+from .answer_form import AnswerForm, schema_of_response
 from .choices import Completion
 from .errors import RequestError
 from .fields import RESPONSE, check_fields
-from .messages import messages_of_response, tools_of_response
+from .messages import check_tools, messages_of_response, tools_of_response
+from .parsers import make_parser
 from .sampling import Sampling
 from .served import Served
+from .terms import Terms
 
 
 class Responses:
@@ -24,26 +28,31 @@ class Responses:
     def __init__(self, served: Served) -> None:
         self.served = served
 
-    async def __call__(self, body: dict[str, Any], request_id: str) -> Response:
+    async def __call__(self, body: dict[str, Any], terms: Terms) -> Response:
         """Raises: RequestError."""
         check_fields(body, RESPONSE, "input")
         served = self.served
         served.check_name(body)
         if body.get("stream_options") is not None and not body.get("stream"):
             raise RequestError("stream_options go with stream=true", "stream_options")
-        tools = [] if body.get("tool_choice") == "none" else tools_of_response(body.get("tools") or [])
-        messages = messages_of_response(body["input"], body.get("instructions"))
-        ids = served.prompts.token_ids(body, messages, tools)
-        parser = build_response_parser(served.tokenizer, served.model, ids, tools=tools or None)
+        tools = check_tools(tools_of_response(body.get("tools") or []))
+        form = AnswerForm.of(
+            schema_of_response(body.get("text")), "text.format", tools, body, served.forms.has_markers
+        )
+        ids = self._prompt(body, form.tools)
+        grammar = await served.forms.compile(form)
         completion = Completion(
             served.dispatcher,
             [ids],
             Sampling.of(body, served.model, ("max_output_tokens",)),
             param="input",
             streaming=bool(body.get("stream")),
-            parsers=[parser],
+            parsers=[make_parser(served.tokenizer, served.model, ids, form.tools, form.calls_are_enforced)],
+            grammar=grammar,
+            priority=terms.priority,
+            deadline=terms.deadline,
         )
-        growing = GrowingResponse(body, request_id, served.name)
+        growing = GrowingResponse(body, terms.request_id, served.name)
         if body.get("stream"):
             return StreamingResponse(self._events(growing, completion), media_type="text/event-stream")
         async for _, delta in completion:
@@ -51,6 +60,22 @@ class Responses:
                 growing.add(item)
         growing.end(completion)
         return JSONResponse(growing.response)
+
+    def _prompt(self, body: dict[str, Any], tools: Sequence[Any]) -> list[int]:
+        """The input's token ids; with `truncation` "auto" without its oldest turns, where it is too long. A turn
+        begins with what the user says, and system messages stay. Raises: RequestError."""
+        messages = messages_of_response(body["input"], body.get("instructions"))
+
+        def ids_from(start: int) -> list[int]:
+            kept = [one for i, one in enumerate(messages) if i >= start or _role(one[1]) in ("system", "developer")]
+            return self.served.prompts.token_ids(body, kept, tools)
+
+        ids, room = ids_from(0), self.served.dispatcher.num_positions - (body.get("max_output_tokens") or 1)
+        if body.get("truncation") != "auto" or len(ids) <= room:
+            return ids
+        turns = [i for i, (_, message) in enumerate(messages) if _role(message) == "user"]
+        first = bisect_left(turns, True, key=lambda start: len(ids_from(start)) <= room)
+        return ids_from(turns[first]) if first < len(turns) else ids
 
     async def _events(self, growing: GrowingResponse, completion: Completion) -> AsyncIterator[str]:
         yield _as_text(growing.begin())
@@ -81,11 +106,12 @@ class GrowingResponse:
             "error": None,
             "incomplete_details": None,
             "metadata": body.get("metadata") or {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
             "store": False,
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": body.get("tools") or [],
-            "truncation": "disabled",
+            "text": {"format": {"type": "text"}, **(body.get("text") or {})},
+            "truncation": body.get("truncation") or "disabled",
             **{name: body.get(name) for name in given},
         }
 
@@ -171,11 +197,13 @@ class GrowingResponse:
         item = {"id": item_id, "call_id": item_id, "type": "function_call", "status": "completed"}
         item |= {"name": call.name, "arguments": call.arguments}
         self.response["output"].append(item)
-        where = {"output_index": self._place}
-        yield self._event("response.output_item.added", **where, item={**item, "status": "in_progress"})
-        done = {"item_id": item_id, "name": call.name, "arguments": call.arguments}
-        yield self._event("response.function_call_arguments.done", **where, **done)
-        yield self._event("response.output_item.done", **where, item=item)
+        place, arguments = self._place, {"output_index": self._place, "item_id": item_id}
+        growing = {**item, "status": "in_progress", "arguments": ""}
+        yield self._event("response.output_item.added", output_index=place, item=growing)
+        yield self._event("response.function_call_arguments.delta", **arguments, delta=call.arguments)
+        done = {"name": call.name, "arguments": call.arguments}
+        yield self._event("response.function_call_arguments.done", **arguments, **done)
+        yield self._event("response.output_item.done", output_index=place, item=item)
 
     def _part_event(self, kind: str, **more: Any) -> dict[str, Any]:
         assert self._open is not None
@@ -186,6 +214,10 @@ class GrowingResponse:
     def _event(self, kind: str, **more: Any) -> dict[str, Any]:
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **more}
+
+
+def _role(message: Any) -> Any:
+    return message.get("role") if isinstance(message, dict) else None
 
 
 def _text(text: str) -> dict[str, Any]:

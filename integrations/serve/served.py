@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from .answer_form import FormCompiler
 from .dispatch import Dispatcher
 from .errors import RequestError
 from .messages import ChatPrompts
@@ -23,6 +24,7 @@ class Served:
     tokenizer: PreTrainedTokenizerBase
     dispatcher: Dispatcher
     prompts: ChatPrompts
+    forms: FormCompiler
     created: int = field(default_factory=lambda: int(time.time()))
 
     def describe(self) -> dict[str, Any]:

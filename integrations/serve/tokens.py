@@ -10,6 +10,7 @@ from .errors import RequestError
 from .fields import DETOKENIZE, TOKENIZE, check_fields
 from .messages import messages_of_chat
 from .served import Served
+from .terms import Terms
 
 
 class Tokenize:
@@ -18,7 +19,7 @@ class Tokenize:
     def __init__(self, served: Served) -> None:
         self.served = served
 
-    async def __call__(self, body: dict[str, Any], request_id: str) -> Response:
+    async def __call__(self, body: dict[str, Any], terms: Terms) -> Response:
         """Raises: RequestError."""
         check_fields(body, TOKENIZE)
         self.served.check_name(body)
@@ -44,7 +45,7 @@ class Detokenize:
     def __init__(self, served: Served) -> None:
         self.served = served
 
-    async def __call__(self, body: dict[str, Any], request_id: str) -> Response:
+    async def __call__(self, body: dict[str, Any], terms: Terms) -> Response:
         """Raises: RequestError."""
         check_fields(body, DETOKENIZE, "tokens")
         self.served.check_name(body)

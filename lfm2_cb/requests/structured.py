@@ -115,13 +115,18 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile_all(self, value: Any, tokenizer: Any) -> Grammar | list[Grammar | None] | None:
-        """The option `structured`: one for the call, or one (or None) a prompt.
+        """The option `structured`: one for the call, or one (or None) a prompt. What is compiled stays as it is.
 
         Raises: TypeError; ValueError: it cannot be enforced, and why. StructuredUnavailable: the extra is missing.
         """
         if isinstance(value, (list, tuple)):
-            return [None if entry is None else self.compile(Structured.read(entry), tokenizer) for entry in value]
-        return None if value is None else self.compile(Structured.read(value), tokenizer)
+            return [self._compiled(entry, tokenizer) for entry in value]
+        return self._compiled(value, tokenizer)
+
+    def _compiled(self, value: Any, tokenizer: Any) -> Grammar | None:
+        if value is None or isinstance(value, Grammar):
+            return value
+        return self.compile(Structured.read(value), tokenizer)
 
     def compile(self, structured: Structured, tokenizer: Any) -> Grammar:
         """Raises: ValueError: it cannot be enforced, and why. StructuredUnavailable: the extra is missing."""

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from lfm2_cb.integrations.serve import build_app
 from lfm2_cb.integrations.serve.choices import Choice, StopStrings
+from lfm2_cb.integrations.serve.parsers import TemplateParser
 from serving import CHAT, ENDLESS, KEY, Server
 from transformers import ContinuousBatchingConfig
 from transformers.utils.chat_parsing import ResponseParser
@@ -378,7 +379,7 @@ def test_reasoning_and_tool_calls_are_told_apart(demo_tokenizer):
     call = {"name": "weather", "arguments": {"city": "Bath"}}
     text = f"<think>hm</think>Let me see.<call>{json.dumps(call)}</call>"
     ids = demo_tokenizer(text, add_special_tokens=False)["input_ids"]
-    choice = Choice(0, demo_tokenizer, parser=ResponseParser(template, prefix=""))
+    choice = Choice(0, demo_tokenizer, parser=TemplateParser(ResponseParser(template, prefix="")))
     for end in range(1, len(ids) + 1):
         status = RequestStatus.FINISHED if end == len(ids) else RequestStatus.DECODING
         reason = "stop" if end == len(ids) else None

@@ -47,6 +47,11 @@ VALUES = [
 ]
 
 
+def json_schema(schema: dict) -> dict:
+    """A `response_format`."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
 def refusal(response) -> dict:
     """The error of an answer, which has to be in OpenAI's form."""
     error = response.json()["error"]
@@ -90,7 +95,15 @@ def test_the_readme_says_of_every_field_what_the_tables_say():
 @pytest.mark.parametrize(
     "param, body",
     [
-        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("response_format", {"response_format": "json_object"}),
+        ("response_format.type", {"response_format": {"type": "xml"}}),
+        ("response_format.json_schema", {"response_format": {"type": "json_schema"}}),
+        ("response_format.json_schema.schema", {"response_format": {"type": "json_schema", "json_schema": {}}}),
+        ("response_format", {"response_format": json_schema({"type": "strin"})}),
+        ("response_format", {"response_format": json_schema({"not": {"type": "string"}})}),
+        ("response_format", {"response_format": json_schema({"type": "integer", "minimum": 5, "maximum": 4})}),
+        ("min_tokens", {"response_format": {"type": "json_object"}, "min_tokens": 1}),
+        ("ignore_eos", {"response_format": {"type": "json_object"}, "ignore_eos": True}),
         ("tool_choice", {"tool_choice": "required"}),
         ("tool_choice", {"tool_choice": {"type": "function", "function": {"name": "f"}}}),
         ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
@@ -215,8 +228,11 @@ def test_other_endpoints_refuse_by_name_too(server, complete):
         ("input[1].role", {"input": [{"role": "user", "content": "x"}, {"role": "narrator", "content": "x"}]}),
         ("tools[0].type", {"tools": [{"type": "web_search"}]}),
         ("tools", {"tools": [{"type": "function", "name": "f", "parameters": {}}]}),
-        ("truncation", {"truncation": "auto"}),
-        ("text", {"text": {"format": {"type": "json_object"}}}),
+        ("truncation", {"truncation": "never"}),
+        ("text.format.type", {"text": {"format": {"type": "xml"}}}),
+        ("text.format.schema", {"text": {"format": {"type": "json_schema", "name": "x"}}}),
+        ("text.format", {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "strin"}}}}),
+        ("text.verbosity", {"text": {"verbosity": "low"}}),
     ):
         with pytest.raises(openai.BadRequestError) as caught:
             server.client.responses.create(**{"model": "tiny", "input": "Hello", "instructions": "Be brief.", **wrong})
@@ -442,7 +458,8 @@ def test_tools_reach_a_template_that_has_a_place_for_them(demo_stock, demo_token
         answer = server.client.responses.create(model="tiny", input=CHAT, tools=[flat], max_output_tokens=16)
         assert answer.usage.input_tokens == num_tokens(tools=[tool]) and answer.tools[0].name == "weather"
         for wrong, param in (
-            ({"type": "function", "function": {"name": "f", "strict": True}}, "tools[0].function.strict"),
+            ({"type": "function", "function": {"name": "f", "strict": 1}}, "tools[0].function.strict"),
+            ({"type": "function", "function": {"name": "f", "strict": True}}, "tools"),  # it has no call markers
             ({"type": "function", "function": {"name": "f", "parameters": 1}}, "tools[0].function.parameters"),
             ({"type": "function", "function": {}}, "tools[0].function"),
         ):
