@@ -186,7 +186,7 @@ def _tool(tool: Any, place: str) -> dict[str, Any]:
     if not isinstance(function.get("parameters") or {}, dict):
         where = f"{place}.function.parameters"
         raise RequestError(f"{where} must be a JSON schema, got {shown(function['parameters'])}", where)
-    if function.get("strict") not in (True, False, None):
+    if not isinstance(function.get("strict") or False, bool):
         where = f"{place}.function.strict"
         raise RequestError(f"{where} must be true or false, got {shown(function['strict'])}", where)
     return tool
