@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,13 +20,25 @@ from ..ops.native import Arena, CapturedGraph
 
 logger = logging.get_logger("transformers.lfm2_cb")
 
-#: most sequences of a captured step. Beyond, Python is a small part of a step: capturing steps of up to 256 rows made
-#: whole runs no faster (2 cores of a Xeon with AMX, bf16, LFM2-350M's shape: 0.97 and 0.98 × on two workloads)
+#: most sequences of a captured step. Beyond, Python is a small part of a step, and few steps have as many rows as one
+#: before: to capture each number of rows makes whole runs no faster
 MOST_ROWS = 64
+#: where bf16 is multiplied by matrix units, sixteen rows at a time, steps of more rows than this are captured with
+#: their number rounded up to a multiple of it, whatever it is: one graph then serves most steps
+ROWS_TOGETHER = 8
+
+
+class GraphKey(NamedTuple):
+    """Which steps a graph is for."""
+
+    num_rows: int
+    num_threads: int
+    sharing: bool  # rows share prefixes
 
 
 class CapturedSteps:
-    """One graph for each number of rows that a step has had, up to `MOST_ROWS`, their intermediates in one arena.
+    """One graph for each number of rows that a step has had, some together, their intermediates in one arena; and
+    others for steps whose rows share prefixes.
 
     A graph holds while the model is what it was. Before every step we look whether its tensors are in their places and
     nobody has hooks on it; after every `invalidate`, also whether a module or a parameter was replaced. A model that
@@ -34,6 +47,8 @@ class CapturedSteps:
     Args:
         compute: the forward of a batch that is captured, to logits `[rows, vocab_size]`.
         arena: for the intermediates.
+
+    Attributes: rows_together: beyond so many, one graph is for as many numbers of rows.
     """
 
     def __init__(
@@ -46,12 +61,15 @@ class CapturedSteps:
     ) -> None:
         self._model, self._cache, self._kernels, self._compute = model, cache, kernels, compute
         self._arena = arena
-        self._graphs: dict[tuple[int, int], tuple[DecodeBatch, CapturedGraph]] = {}
+        self._graphs: dict[GraphKey, tuple[DecodeBatch, CapturedGraph]] = {}
         self._structure: list[object] = []
         self._tensors: list[torch.Tensor] = []
         self._addresses: list[int] = []
         self._hooks: list[Mapping[int, object]] = []
-        self._capturable, self._stale = False, True
+        self._stale = True
+        has_tiles = kernels.native is not None and kernels.native.isa == "amx" and model.dtype == torch.bfloat16
+        self.rows_together = ROWS_TOGETHER if has_tiles else 1
+        self._capturable = {False: False, True: False}  # steps without shared prefixes, and those with
 
     @property
     def num_graphs(self) -> int:
@@ -61,33 +79,41 @@ class CapturedSteps:
         """The model may have been changed since the last step, as between two calls of `generate()`."""
         self._stale = True
 
-    def run(self, rows: Sequence[Row]) -> torch.Tensor | None:
+    def run(self, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]] = ()) -> torch.Tensor | None:
         """Logits `[rows, vocab_size]`, to be read before the next step; None: the rows must be run otherwise.
 
-        Rows that share a prefix must not be given where that is to be read once.
+        Args: shared: as in `RaggedBatch`.
         """
-        if not len(rows) <= MOST_ROWS or not all(map(DecodeBatch.is_decode, rows)) or not self._can_capture():
+        if (len(rows) > MOST_ROWS and self.rows_together == 1) or not all(map(DecodeBatch.is_decode, rows)):
             return None
-        key = len(rows), torch.get_num_threads()
+        key = GraphKey(self._num_rows(len(rows)), torch.get_num_threads(), bool(shared))
+        if not self._can_capture(key.sharing):
+            return None
         batch, graph = self._graphs.get(key, (None, None))
         if batch is None or graph is None or not batch.holds(rows):
-            return self._capture(key, rows)
-        batch.fill(rows)
+            return self._capture(key, rows, shared)[: len(rows)]
+        batch.fill(rows, shared)
         self._embed(batch)
-        return graph.replay()
+        return graph.replay()[: len(rows)]
+
+    def _num_rows(self, count: int) -> int:
+        """Rows of the graph that runs so many."""
+        return count if count < self.rows_together else -(-count // self.rows_together) * self.rows_together
 
     def _embed(self, batch: DecodeBatch) -> None:
         self._kernels.embed(self._model.model.embed_tokens, batch.input_ids, batch.inputs_embeds)
 
-    def _capture(self, key: tuple[int, int], rows: Sequence[Row]) -> torch.Tensor:
+    def _capture(self, key: GraphKey, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]]) -> torch.Tensor:
         longest = max(row.start // self._cache.plan.block_size + 1 for row in rows)
         batch = DecodeBatch(
             rows,
             self._cache,
             self._model.config.conv_L_cache,
             self._kernels,
+            num_rows=key.num_rows,
             max_blocks=2 * longest,
-            inputs_embeds=torch.empty(len(rows), self._model.config.hidden_size, dtype=self._model.dtype),
+            inputs_embeds=torch.empty(key.num_rows, self._model.config.hidden_size, dtype=self._model.dtype),
+            shared=shared,
         )
         self._embed(batch)
         assert self._kernels.native is not None
@@ -96,17 +122,18 @@ class CapturedSteps:
         if graph.not_captured is None:
             self._graphs[key] = batch, graph
         else:
-            logger.info("lfm2_cb: decode steps are not captured, because of %s", graph.not_captured)
-            self._capturable = False
+            kind = "with shared prefixes " if key.sharing else ""
+            logger.info("lfm2_cb: decode steps %sare not captured, because of %s", kind, graph.not_captured)
+            self._capturable[key.sharing] = False
         return logits
 
-    def _can_capture(self) -> bool:
+    def _can_capture(self, sharing: bool) -> bool:
         if self._stale and (structure := _structure_of(self._model)) != self._structure:
             self._drop_graphs(structure)
         if self._addresses != list(map(torch.Tensor.data_ptr, self._tensors)):
             self._drop_graphs(_structure_of(self._model))
         self._stale = False
-        return self._capturable and not (any(self._hooks) and self._has_foreign_hooks())
+        return self._capturable[sharing] and not (any(self._hooks) and self._has_foreign_hooks())
 
     def _has_foreign_hooks(self) -> bool:
         """Whether any hook may change what comes out. (transformers leaves some that do not.)"""
@@ -118,7 +145,7 @@ class CapturedSteps:
         self._tensors = [*self._model.parameters(), *self._model.buffers()]
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
         modules = list(self._model.modules())
-        self._capturable = not any("forward" in module.__dict__ for module in modules)
+        self._capturable = dict.fromkeys((False, True), not any("forward" in module.__dict__ for module in modules))
         self._hooks = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
         for module in modules:
             self._hooks += module._forward_hooks, module._forward_pre_hooks

@@ -78,7 +78,7 @@ class ModelRunner:
     def forward(self, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]] = ()) -> torch.Tensor:
         """One packed forward: logits `[sum of num_logits, vocab_size]`. shared: as in `RaggedBatch`."""
         if self.captured is not None:
-            if self.capturing and not shared and (logits := self.captured.run(rows)) is not None:
+            if self.capturing and (logits := self.captured.run(rows, shared)) is not None:
                 self._batch = None
                 return logits
             self.captured.invalidate()

@@ -9,7 +9,7 @@ from helpers import ours, random_prompts, random_stock, stock_greedy
 from torch import nn
 
 from lfm2_cb import ContinuousBatchingGenerator
-from lfm2_cb.engine import captured_steps
+from lfm2_cb.engine import captured_steps, sharing
 from lfm2_cb.engine.captured_steps import CapturedSteps
 from lfm2_cb.engine.runner import ModelRunner
 from lfm2_cb.ops.native import CapturedGraph, arena
@@ -38,6 +38,7 @@ def test_random_nets_give_stocks_tokens(seed, replayed):
     options = {"block_size": rng.choice([2, 5, 16]), "prefix_caching": rng.random() < 0.7}
     expected = [stock_greedy(stock, p, n) for p, n in zip(prompts, lengths, strict=True)]
     with ContinuousBatchingGenerator(stock, cache_memory="1MiB", max_sequences=rng.randint(1, 9), **options) as g:
+        g.engine.runner.captured.rows_together = 1 + seed % 4
         for _ in range(2):  # the second time from the prefix cache, and from graphs of before
             outputs = [
                 g.generate([p], max_new_tokens=n, **GREEDY)[0] for p, n in zip(prompts[:2], lengths, strict=False)
@@ -71,6 +72,52 @@ def test_captured_steps_give_the_bits_of_those_that_are_not(weights, dtype, cach
     for plain, captured in zip(*results, strict=True):
         assert plain.token_ids == captured.token_ids
         assert all(map(torch.equal, plain.logits, captured.logits))
+
+
+def test_one_graph_serves_several_numbers_of_rows():
+    stock = random_stock(4)
+    prompts = random_prompts(random.Random(0), 12, 8)
+    lengths = list(range(3, 15))
+    expected = [stock_greedy(stock, p, n) for p, n in zip(prompts, lengths, strict=True)]
+    with ContinuousBatchingGenerator(stock, cache_memory="8MiB", block_size=4) as generator:
+        captured: CapturedSteps = generator.engine.runner.captured
+        captured.rows_together = 5
+        outputs = list(generator.generate(prompts, max_new_tokens=lengths, **GREEDY))
+        assert [o.token_ids for o in outputs] == expected
+        assert {key.num_rows for key in captured._graphs} == {1, 2, 3, 4, 5, 10, 15}
+
+
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_whose_rows_share_prefixes_give_the_bits_of_those_that_are_not(
+    dtype, cache_dtype, replayed, monkeypatch
+):
+    """Where they can be captured (matrix units, bf16), and where they cannot, which keeps no other step from it."""
+    monkeypatch.setattr(sharing, "MIN_SAVED_TOKENS", 1)
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model, rng = random_stock(3, **sizes).to(dtype), random.Random(4)
+    heads = [[rng.randrange(10, 90) for _ in range(length)] for length in (70, 33)]
+    prompts = [heads[i % 3] + p if i % 3 < 2 else p for i, p in enumerate(random_prompts(rng, 14, 20))]
+    options = {"cache_memory": "4MiB", "block_size": 16, "cache_dtype": cache_dtype}
+    results = []
+    for capturing in (False, True):
+        with ContinuousBatchingGenerator(model, **options) as generator:
+            runner = generator.engine.runner
+            runner.capturing = capturing
+            outputs = generator.generate(
+                prompts,
+                max_new_tokens=[3 + i for i in range(14)],
+                output_logits=True,
+                return_dict_in_generate=True,
+                **GREEDY,
+            )
+            results.append([(o.token_ids, torch.cat(list(o.logits))) for o in outputs])
+            kinds = {key.sharing for key in runner.captured._graphs}
+            can_share = runner.native.isa == "amx" and dtype == torch.bfloat16
+            assert kinds == (({True, False} if can_share else {False}) if capturing else set())
+    assert replayed
+    for (plain, logits), (captured, same) in zip(*results, strict=True):
+        assert plain == captured and torch.equal(logits, same)
 
 
 class Scaled(nn.Module):

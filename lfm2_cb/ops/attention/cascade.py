@@ -38,9 +38,10 @@ def cascade_attention(
     num_shared = shared_blocks(prefixes, len(kv_lens))
     if packed is not None:
         near, lse = packed.attend_with_lse(q, key_cache, value_cache, scaling)
+        mixed = packed.attend_shared(q, key_cache, value_cache, scaling, prefixes, (near, lse))
+        if mixed is not None:
+            return mixed
         out = near.to(q.dtype, copy=True)
-        if packed.attend_shared(q, key_cache, value_cache, scaling, prefixes, (near, lse), out):
-            return out
     else:
         out = torch.empty_like(q)
         near = torch.empty(q.shape, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)

@@ -56,7 +56,8 @@ def write_rows(
     """Store rows `[tokens, kv_heads, head_dim]`.
 
     Args:
-        slot_mapping: int64 `[tokens * kv_heads]`, (block_id * kv_heads + head) * block_size + offset.
+        slot_mapping: int64 `[tokens * kv_heads]`, (block_id * kv_heads + head) * block_size + offset; natively, rows
+            of slots below 0 are not stored.
         native: writes by the native kernels (`csrc/attention/kv_blocks.cpp`; rows then are fp32 or bf16, on CPU), the
             same bits as torch.
     """

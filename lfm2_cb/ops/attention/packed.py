@@ -54,6 +54,8 @@ class PackedSequences:
         sequences: int64 `[sequences, 5]`, each's first query, queries, first key, keys, first of its block ids. Those
             of one query come first, in the order given, then the others; without those that go through SDPA.
         block_ids: int64, of all sequences, one after another.
+        prefixes: int64 tensors that say the same of shared prefixes, whose queries see all keys: `[prefixes, 5]`,
+            block ids, and the queries' tokens; made when first asked for.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class PackedSequences:
         first_keys: Sequence[int] | None = None,
     ) -> None:
         self._native = native
-        self._prefixes: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.prefixes: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.block_ids = torch.cat(list(block_tables))
         self._long: list[tuple[slice, torch.Tensor, int]] = []
         decodes: list[tuple[int, ...]] = []
@@ -148,36 +150,37 @@ class PackedSequences:
         scaling: float,
         prefixes: Sequence[SharedPrefix],
         near: tuple[torch.Tensor, torch.Tensor],
-        out: torch.Tensor,
-    ) -> bool:
+    ) -> torch.Tensor | None:
         """Attention of the prefixes' queries to their prefix, all queries of a prefix together, merged with what
-        `attend_with_lse` found of the other keys, `near`, into `out` `[tokens, heads, head_dim]`, bf16.
+        `attend_with_lse` found of the other keys, `near`.
 
         Args: prefixes: the same at every call.
-        Returns: whether there is a kernel for it; else nothing is written.
+        Returns: bf16 `[tokens, heads, head_dim]`, of the tokens that share nothing what is near; None: there is no
+            kernel for it.
         """
         if not self._suits_bf16_kernels(q, key_cache, TILE_ISAS):
-            return False
+            return None
         stored = _tensors(key_cache, value_cache, q.dtype)
         _, heads, head_dim = q.shape
         _, kv_heads, block_size, _ = key_cache.shape
         if q.stride()[1:] != (head_dim, 1):
             q = q.contiguous()
-        if self._prefixes is None:
+        if self.prefixes is None:
             rows, query, block = [], 0, 0
             for prefix in prefixes:
                 num_queries, num_blocks = len(prefix.tokens), len(prefix.block_ids)
                 rows.append((query, num_queries, 0, num_blocks * block_size, block))
                 query, block = query + num_queries, block + num_blocks
             block_ids, tokens = (torch.cat([getattr(p, name) for p in prefixes]) for name in ("block_ids", "tokens"))
-            self._prefixes = torch.tensor(rows, dtype=torch.int64), block_ids, tokens
-        sequences = self._prefixes[0]
+            self.prefixes = torch.tensor(rows, dtype=torch.int64), block_ids, tokens
+        out = empty(q.shape, q.dtype)
+        self._native.call("to_bf16", near[0], out, len(q), heads * head_dim)
         self._native.call(
             "prefill_attention",
-            *(q, *stored, *self._prefixes, *near, out, None),
-            *(len(sequences), heads, kv_heads, head_dim, block_size, q.stride(0), 0, 0, scaling),
+            *(q, *stored, *self.prefixes, *near, out, None),
+            *(len(self.prefixes[0]), heads, kv_heads, head_dim, block_size, q.stride(0), 0, 0, scaling),
         )
-        return True
+        return out
 
     def _suits_bf16_kernels(self, q: torch.Tensor, keys: KVBlocks, isas: frozenset[str]) -> bool:
         """Whether the kernels that some instruction sets have for bf16 take these."""

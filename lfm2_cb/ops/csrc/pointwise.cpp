@@ -227,6 +227,18 @@ KERNEL(add)(const void* a, const void* b, void* to, int64_t tokens, int64_t dim,
 }
 REPLAYABLE(add)
 
+// out [tokens, dim] = x, rounded
+KERNEL(to_bf16)(const float* x, bf16* out, int64_t tokens, int64_t dim, int64_t num_threads) {
+#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * dim, num_threads))
+    for (int64_t t = 0; t < tokens; t++) {
+        const float* from = x + t * dim;
+        int64_t i = 0;
+        for (; i + W <= dim; i += W) store(out + t * dim + i, load(from + i));
+        for (; i < dim; i++) assign(out + t * dim + i, from[i]);
+    }
+}
+REPLAYABLE(to_bf16)
+
 // x [tokens, 2, width]: gates and values; out [tokens, width] = silu(gate) * value
 KERNEL(swiglu)(const void* x, void* out, int64_t tokens, int64_t width, int64_t is_bf16, int64_t num_threads) {
     is_bf16 ? swiglu((const bf16*)x, (bf16*)out, tokens, width, num_threads)

@@ -38,6 +38,7 @@ void write(const T* rows, const int64_t* slots, int8_t* values, bf16* scales, in
     const int64_t worth = 1 + tokens * heads * dim / 16384, threads = worth < num_threads ? worth : num_threads;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < tokens * heads; row++) {
+        if (slots[row] < 0) continue;
         const T* from = rows + row / heads * stride + row % heads * dim;
         int8_t* to = values + slots[row] * dim;
         const float scale = scale_of(from, dim);
@@ -57,7 +58,7 @@ void write(const T* rows, const int64_t* slots, int8_t* values, bf16* scales, in
 }  // namespace
 
 // rows [tokens, heads, dim] in fp32 or bf16, stride values from token to token; slots [tokens * heads], rows of values
-// [.., dim] and of scales [..].
+// [.., dim] and of scales [..]; below 0: the row is not written.
 KERNEL(write_int8_rows)(
     const void* rows, const int64_t* slots, int8_t* values, bf16* scales, int64_t tokens, int64_t heads, int64_t dim,
     int64_t stride, int64_t is_bf16, int64_t num_threads) {
@@ -73,6 +74,8 @@ KERNEL(write_rows)(
     const int64_t worth = 1 + tokens * heads * dim_bytes / 65536, threads = worth < num_threads ? worth : num_threads;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t row = 0; row < tokens * heads; row++)
-        memcpy(blocks + slots[row] * dim_bytes, rows + row / heads * stride_bytes + row % heads * dim_bytes, dim_bytes);
+        if (slots[row] >= 0)
+            memcpy(blocks + slots[row] * dim_bytes, rows + row / heads * stride_bytes + row % heads * dim_bytes,
+                   dim_bytes);
 }
 REPLAYABLE(write_rows)
