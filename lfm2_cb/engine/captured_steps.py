@@ -20,11 +20,13 @@ from ..ops.native import Arena, CapturedGraph
 
 logger = logging.get_logger("transformers.lfm2_cb")
 
-#: most sequences of a captured step. Beyond, Python is a small part of a step, and few steps have as many rows as one
-#: before: to capture each number of rows makes whole runs no faster
+#: most sequences of a captured step without matrix units: beyond, Python is a small part of a step, and few steps have
+#: as many rows as one before
 MOST_ROWS = 64
-#: where bf16 is multiplied by matrix units, sixteen rows at a time, steps of more rows than this are captured with
-#: their number rounded up to a multiple of it, whatever it is: one graph then serves most steps
+#: where bf16 is multiplied by matrix units, sixteen rows at a time, steps of more rows than this, however many, are
+#: captured with their number rounded up to a multiple of it: one graph then serves most steps. (2 cores of a Xeon with
+#: AMX, bf16, a 350M model, medians of 8, ms from Python, captured exactly and rounded up: 18 rows 44.3, 33.8 and 33.9;
+#: 61 rows 67.4, 57.8 and 57.8; 100 rows 99.6, 80.7 and 79.6; 180 rows 148.8, 129.6 and 131.8.)
 ROWS_TOGETHER = 8
 
 
