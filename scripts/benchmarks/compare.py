@@ -57,7 +57,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--limit", type=int, nargs=2, metavar=("REQUESTS", "TOKENS"), help="cut workloads to these, to try out")
     add("--json", help="file for all readings")
     add("--markdown", help="file for the tables, which are printed too")
-    add("--plots", metavar="DIR", help="PNG files of --sweep and --load")
+    add("--plots", metavar="DIR", help="PNG files: workloads, --sweep and --load")
     add("--read", nargs="+", metavar="JSON", help="measure nothing; show what earlier runs wrote, together")
 
     stock = parser.add_argument_group("stock generate()")

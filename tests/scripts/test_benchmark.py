@@ -116,7 +116,8 @@ def test_every_engine_in_turn_and_the_summary_is_of_the_rounds(tmp_path, capsys,
         [False] * 2,
     ]
     assert table.read_text().strip() in capsys.readouterr().out
-    assert (tmp_path / "throughput_by_batch.png").read_bytes()[:4] == b"\x89PNG"
+    for name in ("workloads", "throughput_by_batch"):
+        assert (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     assert not (tmp_path / "latency_by_load.png").exists()
 
 
