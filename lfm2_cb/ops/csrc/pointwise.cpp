@@ -1,5 +1,5 @@
 // What a layer does to each token by itself, and the short convolution: one pass over memory each, sums in fp32.
-#include "core/simd.h"
+#include "core/threads.h"
 
 namespace {
 
@@ -10,10 +10,9 @@ inline void round_to(float* x) {
     *x = to_float(rounded);
 }
 
-// Tokens that are worth a thread of their own: waking one costs as much as this many values.
-inline int threads_for(int64_t values, int64_t num_threads) {
-    const int64_t worth = 1 + values / 16384;
-    return worth < num_threads ? worth : num_threads;
+// Waking a thread costs as much as so many values.
+inline int64_t threads_for(int64_t values, int64_t num_threads) {
+    return worthwhile_threads(values, 16384, num_threads);
 }
 
 // RMSNorm of dim values: rounded to T before they are scaled, as in the stock model.
@@ -43,15 +42,14 @@ inline void add(const T* a, const T* b, T* to, int64_t dim) {
 template <class T>
 void rms_norm(const T* x, const T* residual, const T* weight, T* total, T* out, int64_t tokens, int64_t dim, float eps,
               int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * dim, num_threads))
-    for (int64_t t = 0; t < tokens; t++) {
+    parallel_for(tokens, threads_for(tokens * dim, num_threads), [&](int64_t t) {
         const T* from = x + t * dim;
         if (residual) {
             add(from, residual + t * dim, total + t * dim, dim);
             from = total + t * dim;
         }
         normalize(from, weight, out + t * dim, dim, eps);
-    }
+    });
 }
 
 // RoPE in place, rounding each product and their sum as torch does.
@@ -79,19 +77,18 @@ void norm_rotate(const T* x, const T* q_weight, const T* k_weight, const T* cosi
                  int64_t tokens, int64_t stride, int64_t heads, int64_t kv_heads, int64_t dim, float eps,
                  int64_t num_threads) {
     const int64_t both = heads + kv_heads;
-#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * both * dim, num_threads))
-    for (int64_t t = 0; t < tokens; t++)
+    parallel_for(tokens, threads_for(tokens * both * dim, num_threads), [&](int64_t t) {
         for (int64_t h = 0; h < both; h++) {
             T* to = h < heads ? q + (t * heads + h) * dim : k + (t * kv_heads + h - heads) * dim;
             normalize(x + t * stride + h * dim, h < heads ? q_weight : k_weight, to, dim, eps);
             rotate(to, cosines + t * dim, sines + t * dim, dim);
         }
+    });
 }
 
 template <class T>
 void swiglu(const T* x, T* out, int64_t tokens, int64_t width, int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * width, num_threads))
-    for (int64_t row = 0; row < tokens; row++) {
+    parallel_for(tokens, threads_for(tokens * width, num_threads), [&](int64_t row) {
         const T *gate = x + row * 2 * width, *value = gate + width;
         T* to = out + row * width;
         int64_t i = 0;
@@ -103,15 +100,14 @@ void swiglu(const T* x, T* out, int64_t tokens, int64_t width, int64_t num_threa
             float g = to_float(gate[i]);
             assign(to + i, g / (1.0f + expf(-g)) * to_float(value[i]));
         }
-    }
+    });
 }
 
 // cos and sin of position * frequency, each twice over, for either half of a head.
 template <class F, class T>
 void rotary(const int64_t* positions, const F* frequencies, T* cosines, T* sines, int64_t tokens, int64_t half,
             float scale, int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * half * 16, num_threads))
-    for (int64_t t = 0; t < tokens; t++)
+    parallel_for(tokens, threads_for(tokens * half * 16, num_threads), [&](int64_t t) {
         for (int64_t i = 0; i < half; i++) {
             const float angle = (float)positions[t] * to_float(frequencies[i]);  // rounded to fp32 before its cosine, as in torch
             for (int64_t at : {2 * t * half + i, (2 * t + 1) * half + i}) {
@@ -119,6 +115,7 @@ void rotary(const int64_t* positions, const F* frequencies, T* cosines, T* sines
                 assign(sines + at, (float)sin((double)angle) * scale);
             }
         }
+    });
 }
 
 template <class T>
@@ -136,42 +133,40 @@ void short_conv(const T* bcx, const int64_t* taps, const T* weight, const T* bia
     float* by_tap = (float*)malloc(kernel * hidden * sizeof(float));  // weight, transposed
     for (int64_t k = 0; k < kernel; k++)
         for (int64_t i = 0; i < hidden; i++) by_tap[k * hidden + i] = to_float(weight[i * kernel + k]);
-#pragma omp parallel num_threads(threads_for(tokens * hidden, num_threads))
-    {
-#pragma omp for schedule(static) nowait
-        for (int64_t s = 0; s < num_states; s++)
-            memcpy(extended + s * hidden, cache + (read_rows[s / window] * window + s % window) * hidden,
+    const int64_t threads = threads_for(tokens * hidden, num_threads);
+    parallel_for(num_states + tokens, threads, [&](int64_t row) {
+        T* to = extended + row * hidden;
+        if (row < num_states) {
+            memcpy(to, cache + (read_rows[row / window] * window + row % window) * hidden, hidden * sizeof(T));
+        } else {
+            const T* b = bcx + (row - num_states) * 3 * hidden;
+            multiply(b, b + 2 * hidden, to, hidden);
+        }
+    });
+    // From here on `extended` is read alone.
+    parallel_for(tokens, threads, [&](int64_t t) {
+        const T* gate = bcx + (t * 3 + 1) * hidden;
+        T* to = out + t * hidden;
+        int64_t i = 0;
+        for (; i + W <= hidden; i += W) {
+            vec s = bias ? load(bias + i) : vec{};
+            for (int64_t k = 0; k < kernel; k++)
+                s += load(extended + taps[k * tokens + t] * hidden + i) * load(by_tap + k * hidden + i);
+            store(to + i, load(gate + i) * rounded<T>(s));
+        }
+        for (; i < hidden; i++) {
+            float s = bias ? to_float(bias[i]) : 0.0f;
+            for (int64_t k = 0; k < kernel; k++)
+                s += to_float(extended[taps[k * tokens + t] * hidden + i]) * by_tap[k * hidden + i];
+            round_to<T>(&s);
+            assign(to + i, to_float(gate[i]) * s);
+        }
+    });
+    parallel_for(num_writes * window, threads, [&](int64_t j) {
+        if (write_rows[j / window] >= 0)
+            memcpy(cache + (write_rows[j / window] * window + j % window) * hidden, extended + write_index[j] * hidden,
                    hidden * sizeof(T));
-#pragma omp for schedule(static)
-        for (int64_t t = 0; t < tokens; t++) {
-            const T* b = bcx + t * 3 * hidden;
-            multiply(b, b + 2 * hidden, extended + (num_states + t) * hidden, hidden);
-        }
-#pragma omp for schedule(static) nowait
-        for (int64_t t = 0; t < tokens; t++) {
-            const T* gate = bcx + (t * 3 + 1) * hidden;
-            T* to = out + t * hidden;
-            int64_t i = 0;
-            for (; i + W <= hidden; i += W) {
-                vec s = bias ? load(bias + i) : vec{};
-                for (int64_t k = 0; k < kernel; k++)
-                    s += load(extended + taps[k * tokens + t] * hidden + i) * load(by_tap + k * hidden + i);
-                store(to + i, load(gate + i) * rounded<T>(s));
-            }
-            for (; i < hidden; i++) {
-                float s = bias ? to_float(bias[i]) : 0.0f;
-                for (int64_t k = 0; k < kernel; k++)
-                    s += to_float(extended[taps[k * tokens + t] * hidden + i]) * by_tap[k * hidden + i];
-                round_to<T>(&s);
-                assign(to + i, to_float(gate[i]) * s);
-            }
-        }
-#pragma omp for schedule(static)
-        for (int64_t j = 0; j < num_writes * window; j++)
-            if (write_rows[j / window] >= 0)
-                memcpy(cache + (write_rows[j / window] * window + j % window) * hidden,
-                       extended + write_index[j] * hidden, hidden * sizeof(T));
-    }
+    });
     free(by_tap);
 }
 
@@ -220,22 +215,22 @@ REPLAYABLE(rotary)
 
 // to [tokens, dim] = a + b
 KERNEL(add)(const void* a, const void* b, void* to, int64_t tokens, int64_t dim, int64_t is_bf16, int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * dim, num_threads))
-    for (int64_t i = 0; i < tokens * dim; i += dim)
+    parallel_for(tokens, threads_for(tokens * dim, num_threads), [=](int64_t t) {
+        const int64_t i = t * dim;
         is_bf16 ? add((const bf16*)a + i, (const bf16*)b + i, (bf16*)to + i, dim)
                 : add((const float*)a + i, (const float*)b + i, (float*)to + i, dim);
+    });
 }
 REPLAYABLE(add)
 
 // out [tokens, dim] = x, rounded
 KERNEL(to_bf16)(const float* x, bf16* out, int64_t tokens, int64_t dim, int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(tokens * dim, num_threads))
-    for (int64_t t = 0; t < tokens; t++) {
+    parallel_for(tokens, threads_for(tokens * dim, num_threads), [=](int64_t t) {
         const float* from = x + t * dim;
         int64_t i = 0;
         for (; i + W <= dim; i += W) store(out + t * dim + i, load(from + i));
         for (; i < dim; i++) assign(out + t * dim + i, from[i]);
-    }
+    });
 }
 REPLAYABLE(to_bf16)
 

@@ -1,12 +1,10 @@
 // Choosing tokens from logits [rows, size], each row by one thread, without sorting them.
-#include "core/simd.h"
+#include "core/threads.h"
 
 namespace {
 
 constexpr int64_t BLOCK = 1024;
 constexpr int64_t SUMMED = 128;  // values that are summed in fp32; such sums are summed in fp64
-
-inline int64_t threads_for(int64_t rows, int64_t num_threads) { return rows < num_threads ? rows : num_threads; }
 
 // Whether each of the W places from i (a multiple of W) is allowed: places have a bit each, in words of 32.
 inline ivec allowed(const int32_t* bits, int64_t i) {
@@ -241,8 +239,7 @@ int64_t draw(const float* x, int64_t size, double uniform, float* weights) {
 KERNEL(best_places)(const void* x, const int32_t* bits, const int64_t* mask_of, int64_t* places, float* best,
                     int64_t rows, int64_t size, int64_t is_bf16, int64_t num_threads) {
     const int64_t words = (size + 31) / 32;
-#pragma omp parallel for schedule(static) num_threads(threads_for(rows, num_threads))
-    for (int64_t r = 0; r < rows; r++) {
+    parallel_for(rows, num_threads, [=](int64_t r) {
         const bf16* half = (const bf16*)x + r * size;
         const float* whole = (const float*)x + r * size;
         if (bits && mask_of[r] >= 0) {
@@ -253,46 +250,43 @@ KERNEL(best_places)(const void* x, const int32_t* bits, const int64_t* mask_of, 
             places[r] = is_bf16 ? best_place<false>(half, nullptr, size, best + r)
                                 : best_place<false>(whole, nullptr, size, best + r);
         }
-    }
+    });
 }
 
 // x [rows, size]; bits [rows, words of 32 places]; out [rows, size]: x where its bit is set, else -inf
 KERNEL(mask_places)(const void* x, const int32_t* bits, float* out, int64_t rows, int64_t size, int64_t is_bf16,
                     int64_t num_threads) {
     const int64_t words = (size + 31) / 32;
-#pragma omp parallel for schedule(static) num_threads(threads_for(rows, num_threads))
-    for (int64_t r = 0; r < rows; r++)
+    parallel_for(rows, num_threads, [=](int64_t r) {
         if (is_bf16) mask((const bf16*)x + r * size, bits + r * words, size, out + r * size);
         else mask((const float*)x + r * size, bits + r * words, size, out + r * size);
+    });
 }
 
 // x [rows, size]; k [rows], at most 1024; places, values [rows, room]; counts [rows]: see `candidates`
 KERNEL(top_candidates)(const float* x, const int64_t* k, int64_t* places, float* values, int64_t* counts, int64_t rows,
                        int64_t size, int64_t room, int64_t num_threads) {
-#pragma omp parallel for schedule(static) num_threads(threads_for(rows, num_threads))
-    for (int64_t r = 0; r < rows; r++)
+    parallel_for(rows, num_threads, [=](int64_t r) {
         counts[r] = candidates(x + r * size, size, k[r], room, places + r * room, values + r * room);
+    });
 }
 
 // x, out [rows, size]; p [rows] fp64; done [rows]: whether the row is `out` now; see `nucleus`
 KERNEL(nucleus)(const float* x, const double* p, float* out, int64_t* done, int64_t rows, int64_t size,
                 int64_t num_threads) {
-#pragma omp parallel num_threads(threads_for(rows, num_threads))
-    {
+    parallel_parts(rows, num_threads, [=](Range part) {
         float* scratch = (float*)malloc(3 * size * sizeof(float));
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) done[r] = nucleus(x + r * size, size, p[r], scratch, out + r * size);
+        for (int64_t r = part.begin; r < part.end; r++)
+            done[r] = nucleus(x + r * size, size, p[r], scratch, out + r * size);
         free(scratch);
-    }
+    });
 }
 
 // x [rows, size]; uniform [rows] fp64; places [rows]: drawn from softmax(x), or -1; see `draw`
 KERNEL(draw)(const float* x, const double* uniform, int64_t* places, int64_t rows, int64_t size, int64_t num_threads) {
-#pragma omp parallel num_threads(threads_for(rows, num_threads))
-    {
+    parallel_parts(rows, num_threads, [=](Range part) {
         float* weights = (float*)malloc(size * sizeof(float));
-#pragma omp for schedule(static)
-        for (int64_t r = 0; r < rows; r++) places[r] = draw(x + r * size, size, uniform[r], weights);
+        for (int64_t r = part.begin; r < part.end; r++) places[r] = draw(x + r * size, size, uniform[r], weights);
         free(weights);
-    }
+    });
 }

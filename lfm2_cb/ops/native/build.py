@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch.utils.cpp_extension import get_cxx_compiler
 
-from .instruction_sets import ADDITIONS, EMULATED, EMULATORS, ISAS
+from .instruction_sets import ADDITIONS, EMULATED, EMULATORS, ISAS, ONCE
 
 logger = logging.getLogger("transformers.lfm2_cb")
 
@@ -32,7 +32,7 @@ FLAGS = (
     "-O3",
     "-std=c++17",
     "-fPIC",
-    "-fopenmp",
+    "-pthread",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=fast",
@@ -92,7 +92,7 @@ def build_library(sources: Path = SOURCES, directory: Path | None = None) -> Pat
 
 
 def _key(sources: Path, compiler: str) -> str:
-    flags = repr((FLAGS, ISAS, ADDITIONS, EMULATED, EMULATORS))
+    flags = repr((FLAGS, ISAS, ADDITIONS, EMULATED, EMULATORS, ONCE))
     parts = [compiler, _run([compiler, "--version"]), torch.__version__, platform.machine(), _processor(), flags]
     files = sorted(path for path in sources.rglob("*") if path.is_file())
     parts += [f"{path.relative_to(sources)}\n{path.read_text('utf-8')}" for path in files]
@@ -129,8 +129,7 @@ def _compile(compiler: str, sources: Path, scratch: Path) -> Path:
     for i in range(0, len(commands), width):
         _run_all(commands[i : i + width])
     library = scratch / "library.so"
-    # libgomp comes with torch under the same name: what is already loaded is used, so there is one pool of threads.
-    _run([compiler, "-shared", "-fopenmp", *map(str, jobs), "-o", str(library)])
+    _run([compiler, "-shared", "-pthread", *map(str, jobs), "-o", str(library)])
     return library
 
 
@@ -141,11 +140,13 @@ def compile_command(compiler: str, isa: str, source: Path, sources: Path = SOURC
 
 def sources_for(isa: str, sources: Path = SOURCES) -> list[Path]:
     """Those of a folder that are compiled for an instruction set."""
-    emulated = {name for names in EMULATED.values() for name in names}
+    left_out = set() if isa in EMULATORS else {name for names in EMULATED.values() for name in names}
+    if isa != "plain":
+        left_out.update(ONCE)
     return [
         source
         for source in sorted(sources.rglob("*.cpp"))
-        if (source.name in ADDITIONS[isa][1] if isa in ADDITIONS else isa in EMULATORS or source.name not in emulated)
+        if (source.name in ADDITIONS[isa][1] if isa in ADDITIONS else source.name not in left_out)
     ]
 
 

@@ -26,6 +26,8 @@ ISAS: Mapping[str, tuple[str, ...]] = (
 #: can be tested: without and with fused multiply-add
 EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx.cpp",)}
 EMULATORS = ("plain", "avx2")
+#: sources that have nothing to do with instruction sets
+ONCE = ("threads.cpp",)
 #: an instruction set that adds to another: which, and the sources that are compiled for it; the rest is the other's
 ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "avxvnni": ("avx2", ("low_bit.cpp", "features.cpp")),

@@ -46,11 +46,12 @@ class Heard(NativeKernels):
 @pytest.fixture(scope="session")
 def emulation(tmp_path_factory):
     folder = tmp_path_factory.mktemp("emulation")
-    flags = ["-O1", "-std=c++17", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared"]
+    flags = ["-O1", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-shared"]
     for source in SOURCES:
         path = next(build.SOURCES.rglob(source))
         defines = ["-DEMULATED", "-DISA=emulated", "-I", str(build.SOURCES)]
-        build._run([COMPILER, *flags, *defines, str(path), "-o", str(folder / source)])
+        pool = build.SOURCES / "core" / "threads.cpp"
+        build._run([COMPILER, *flags, *defines, str(path), str(pool), "-o", str(folder / source)])
     return [ctypes.CDLL(str(folder / source)) for source in SOURCES]
 
 

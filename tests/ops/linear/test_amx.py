@@ -19,7 +19,7 @@ from lfm2_cb.ops.linear.quantized import QuantizedLinear
 from lfm2_cb.ops.linear.table import DENSE, products
 from lfm2_cb.ops.native import NativeKernels, build
 from lfm2_cb.ops.native import library as native
-from lfm2_cb.ops.native.instruction_sets import EMULATED, ISAS
+from lfm2_cb.ops.native.instruction_sets import EMULATED, ISAS, ONCE
 from lfm2_cb.ops.native.self_check import addition_is_right
 
 pytestmark = pytest.mark.skipif(
@@ -199,7 +199,7 @@ def instructions(tmp_path_factory):
         pytest.skip("the compiler knows no AMX")
     flags = [*build.FLAGS, *ISAS["avx2"], "-mamx-tile", "-mamx-bf16", "-mamx-int8", "-DISA=amx"]
     flags += ["-I", str(build.SOURCES)]
-    sources = [str(build.SOURCES / "linear" / name) for name in EMULATED["amx"]]
+    sources = [str(next(build.SOURCES.rglob(name))) for name in (*EMULATED["amx"], *ONCE)]
     build._run([compiler, *flags, "-shared", *sources, "-o", str(folder / "amx")])
     trap_source = Path(__file__).parent / "amx_trap.cpp"
     build._run([compiler, *flags, "-shared", str(trap_source), "-o", str(folder / "amx_trap")])

@@ -38,8 +38,9 @@ def trap(tmp_path_factory):
     if "avxvnni" not in build._known_isas(compiler, folder):
         pytest.skip("the compiler knows no VNNI")
     flags = [*build.FLAGS, *ISAS["avxvnni"], "-I", str(build.SOURCES), "-DISA=avxvnni", "-shared"]
+    pool = build.SOURCES / "core" / "threads.cpp"
     for source in (build.SOURCES / "linear" / "low_bit.cpp", Path(__file__).parent / "vnni_trap.cpp"):
-        build._run([compiler, *flags, str(source), "-o", str(folder / source.stem)])
+        build._run([compiler, *flags, str(source), str(pool), "-o", str(folder / source.stem)])
     yield ctypes.CDLL(str(folder / "vnni_trap")), Instructions(ctypes.CDLL(str(folder / "low_bit")))
 
 

@@ -10,6 +10,7 @@
 #if defined(__AVX512BF16__) || defined(EMULATED)
 #include "attention/bf16_attention.h"
 #include "core/prefetch.h"
+#include "core/threads.h"
 
 namespace {
 
@@ -397,28 +398,25 @@ void write(const Problem& p, const Item& item, const State<DIM>* states) {
 template <int DIM, class C>
 void run(const Problem& p, const Item* items, int64_t num_items, int64_t num_partials, int64_t threads) {
     State<DIM>* partials = (State<DIM>*)aligned_alloc(64, (num_partials + 1) * sizeof(State<DIM>));
-#pragma omp parallel num_threads(threads)
-    {
+    parallel(num_items, 4, threads, [&](const Tasks& tasks) {
         const FlushSubnormals flush;
         State<DIM> own[MOST_HEADS];
-#pragma omp for schedule(dynamic, 4)
-        for (int64_t i = 0; i < num_items; i++) {
-            State<DIM>* states = items[i].partial < 0 ? own : partials + items[i].partial;
-            attend<DIM, C>(p, items[i], i + 1 < num_items ? items + i + 1 : nullptr, states);
-            if (items[i].partial < 0) write<DIM, C>(p, items[i], states);
-        }
-        if (num_partials) {
-#pragma omp for schedule(dynamic, 4)
-            for (int64_t i = 0; i < num_items; i++) {
-                if (items[i].partial < 0 || items[i].span > 0) continue;
-                const Sequence& s = p.sequences[items[i].sequence];
-                State<DIM>* states = partials + items[i].partial;
-                for (int h = 0; h < p.group; h++)
-                    merge(states + h, ceil_div(s.num_keys - s.first_key, SPAN), p.group);
-                write<DIM, C>(p, items[i], states);
+        for (Range range; tasks.take(range);)
+            for (int64_t i = range.begin; i < range.end; i++) {
+                State<DIM>* states = items[i].partial < 0 ? own : partials + items[i].partial;
+                attend<DIM, C>(p, items[i], i + 1 < num_items ? items + i + 1 : nullptr, states);
+                if (items[i].partial < 0) write<DIM, C>(p, items[i], states);
             }
-        }
-    }
+    });
+    if (num_partials)
+        parallel_for(num_items, threads, [&](int64_t i) {
+            if (items[i].partial < 0 || items[i].span > 0) return;
+            const FlushSubnormals flush;
+            const Sequence& s = p.sequences[items[i].sequence];
+            State<DIM>* states = partials + items[i].partial;
+            for (int h = 0; h < p.group; h++) merge(states + h, ceil_div(s.num_keys - s.first_key, SPAN), p.group);
+            write<DIM, C>(p, items[i], states);
+        });
     free(partials);
 }
 

@@ -1,6 +1,6 @@
 // Keys or values on their way into the cache's blocks, as they are or rounded to 8 bits with a scale a row
 // (ops/attention/kv_blocks.py has the layout and the torch reference, of which this gives the same bits).
-#include "core/simd.h"
+#include "core/threads.h"
 
 namespace {
 
@@ -35,10 +35,9 @@ inline int8_t round_to_int8(float x) {
 template <class T>
 void write(const T* rows, const int64_t* slots, int8_t* values, bf16* scales, int64_t tokens, int64_t heads,
            int64_t dim, int64_t stride, int64_t num_threads) {
-    const int64_t worth = 1 + tokens * heads * dim / 16384, threads = worth < num_threads ? worth : num_threads;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t row = 0; row < tokens * heads; row++) {
-        if (slots[row] < 0) continue;
+    const int64_t threads = worthwhile_threads(tokens * heads * dim, 16384, num_threads);
+    parallel_for(tokens * heads, threads, [&](int64_t row) {
+        if (slots[row] < 0) return;
         const T* from = rows + row / heads * stride + row % heads * dim;
         int8_t* to = values + slots[row] * dim;
         const float scale = scale_of(from, dim);
@@ -52,7 +51,7 @@ void write(const T* rows, const int64_t* slots, int8_t* values, bf16* scales, in
         }
         for (; i < dim; i++) to[i] = round_to_int8(to_float(from[i]) / scale);
         assign(scales + slots[row], scale);
-    }
+    });
 }
 
 }  // namespace
@@ -71,11 +70,9 @@ REPLAYABLE(write_int8_rows)
 KERNEL(write_rows)(
     const char* rows, const int64_t* slots, char* blocks, int64_t tokens, int64_t heads, int64_t dim_bytes,
     int64_t stride_bytes, int64_t num_threads) {
-    const int64_t worth = 1 + tokens * heads * dim_bytes / 65536, threads = worth < num_threads ? worth : num_threads;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t row = 0; row < tokens * heads; row++)
-        if (slots[row] >= 0)
-            memcpy(blocks + slots[row] * dim_bytes, rows + row / heads * stride_bytes + row % heads * dim_bytes,
-                   dim_bytes);
+    parallel_for(tokens * heads, worthwhile_threads(tokens * heads * dim_bytes, 65536, num_threads), [&](int64_t row) {
+        const char* from = rows + row / heads * stride_bytes + row % heads * dim_bytes;
+        if (slots[row] >= 0) memcpy(blocks + slots[row] * dim_bytes, from, dim_bytes);
+    });
 }
 REPLAYABLE(write_rows)

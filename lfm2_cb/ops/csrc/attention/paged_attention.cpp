@@ -276,26 +276,26 @@ void merge(float* partials, int64_t count, int64_t dim) {
 }
 
 template <class T, class C>
-void run(const Problem& p, const Item* items, int64_t num_items, float* partials, int num_threads) {
+void run(const Problem& p, const Item* items, int64_t num_items, float* partials, int64_t num_partials,
+         int64_t num_threads) {
     const int64_t dim = p.padded_dim, size = State::size(dim);
-#pragma omp parallel num_threads(num_threads)
-    {
+    parallel(num_items, 1, num_threads, [&](const Tasks& tasks) {
         float* memory = (float*)calloc(size + (ROWS + 2 * TILE) * dim, sizeof(float));
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_items; i++) {
+        for (Range item; tasks.take(item);) {
+            const int64_t i = item.begin;
             State state(items[i].partial < 0 ? memory : partials + items[i].partial * size);
             attend<T, C>(p, items[i], state, memory + size);
             if (items[i].partial < 0) finish<T>(p, items[i], state);
         }
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_items; i++) {
-            if (items[i].partial < 0 || items[i].span > 0) continue;
+        free(memory);
+    });
+    if (num_partials)
+        parallel_for(num_items, num_threads, [&](int64_t i) {
+            if (items[i].partial < 0 || items[i].span > 0) return;
             float* first = partials + items[i].partial * size;
             merge(first, num_spans(p.sequences[items[i].sequence]), dim);
             finish<T>(p, items[i], State(first));
-        }
-        free(memory);
-    }
+        });
 }
 
 }  // namespace
@@ -330,7 +330,7 @@ KERNEL(paged_attention)(
     const int64_t threads = worthwhile_threads(work, 65536, num_threads);
     auto whole = key_scales ? is_bf16 ? run<bf16, int8_t> : run<float, int8_t>
                             : is_bf16 ? run<bf16, bf16> : run<float, float>;
-    whole(p, items, num_items, partials, threads);
+    whole(p, items, num_items, partials, num_partials, threads);
     free(partials);
     free(items);
 }

@@ -292,16 +292,16 @@ struct Prefill {
 
 template <int DIM, class C>
 void run(const Problem& p, const Item* items, int64_t num_items, int64_t threads) {
-#pragma omp parallel num_threads(threads)
-    {
+    parallel(num_items, 1, threads, [&](const Tasks& tasks) {
         const FlushSubnormals flush;
         Tiles tiles;
         Scratch<DIM>* scratch = (Scratch<DIM>*)aligned_alloc(64, sizeof(Scratch<DIM>));
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t i = 0; i < num_items; i++)
-            Prefill<DIM, C>{p, *scratch, tiles, items[i], p.sequences[items[i].sequence], 0, 0}.run();
+        for (Range range; tasks.take(range);) {
+            const Item& item = items[range.begin];
+            Prefill<DIM, C>{p, *scratch, tiles, item, p.sequences[item.sequence], 0, 0}.run();
+        }
         free(scratch);
-    }
+    });
 }
 
 }  // namespace

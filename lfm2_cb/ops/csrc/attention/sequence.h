@@ -1,7 +1,7 @@
 // What the attention kernels are asked for.
 #pragma once
 
-#include "core/tiling.h"
+#include "core/threads.h"
 
 namespace {
 

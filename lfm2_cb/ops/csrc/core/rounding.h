@@ -5,6 +5,7 @@
 
 namespace {
 
+constexpr int64_t ROUNDED = 16384;      // inputs that are worth waking a thread for
 constexpr float MAGIC = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number, held in the lower bits
 
 // It is looked for among the bits, in the order of the absolute values, so that a NaN is the largest and comes out.

@@ -1,4 +1,4 @@
-// How work is cut: into tiles of rows, and into shares of threads.
+// How work is cut: into tiles of rows, and into parts.
 #pragma once
 
 #include "core/simd.h"
@@ -18,9 +18,6 @@ struct Range {
 
 // Part i of n, as equal as can be, of 0 ... size.
 inline Range part_of(int64_t size, int64_t i, int64_t n) { return {size * i / n, size * (i + 1) / n}; }
-
-// Within a parallel region: what the calling thread has of 0 ... size, one run.
-inline Range share_of_thread(int64_t size) { return part_of(size, omp_get_thread_num(), omp_get_num_threads()); }
 
 // How many of `size` a task has: at most `most`, and such that every thread has as many tasks.
 inline int64_t even_share(int64_t size, int64_t threads, int64_t most) {

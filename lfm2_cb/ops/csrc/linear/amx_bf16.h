@@ -7,7 +7,7 @@
 
 #include "arch/tiles.h"
 #include "core/epilogue.h"
-#include "core/tiling.h"
+#include "core/threads.h"
 
 namespace {
 namespace amx_bf16 {

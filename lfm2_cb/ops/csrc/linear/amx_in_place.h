@@ -113,13 +113,10 @@ void linear(Product<Epilogue> p, int64_t threads) {
     const int64_t steps = p.x.steps(), token_tiles = p.token_tiles();
     char* packed = (char*)aligned_alloc(LINE, token_tiles * steps * TILE_BYTES);
     p.packed = packed;
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < token_tiles * steps; i++)
-            p.x.transpose_tile_to(i / steps * TILE_ROWS, i % steps, packed + i * TILE_BYTES);
-        compute_panels(p, share_of_thread(p.panels()));
-    }
+    parallel_for(token_tiles * steps, worthwhile_threads(p.x.rows * p.x.columns, 16384, threads), [&](int64_t i) {
+        p.x.transpose_tile_to(i / steps * TILE_ROWS, i % steps, packed + i * TILE_BYTES);
+    });
+    parallel_parts(p.panels(), threads, [&](Range part) { compute_panels(p, part); });
     free(packed);
 }
 

@@ -73,22 +73,19 @@ void linear(const Product& p, int64_t threads) {
     const int64_t pairs = ceil_div(p.panels(), 2), tiles_of_rows = ceil_div(p.rows, ROWS);
     const int64_t bytes = 2 * PANEL * p.padded();
     const char *weights = (const char*)p.weights, *end = weights + PANEL * p.padded() * p.panels();
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < p.rows * p.groups(); task++) p.round(task);
+    p.round_all(threads);
+    // Blocks of rows, and in each the pairs of panels: as many rows as leave every thread something to do.
+    const int64_t blocks = min(ceil_div(threads, pairs), tiles_of_rows), block = ceil_div(tiles_of_rows, blocks);
+    parallel_parts(blocks * pairs, threads, [&](Range tasks) {
         Tiles tiles;
-        // Blocks of rows, and in each the pairs of panels: as many rows as leave every thread something to do.
-        const int64_t blocks = min(ceil_div(threads, pairs), tiles_of_rows), block = ceil_div(tiles_of_rows, blocks);
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < blocks * pairs; task++) {
+        for (int64_t task = tasks.begin; task < tasks.end; task++) {
             const int64_t pair = task % pairs, begin = task / pairs * block, stop = min(begin + block, tiles_of_rows);
             const char* next = min(pair + 1, pairs - 1) * bytes + weights;
             const char* next_end = end - next < bytes ? end : next + bytes;
             Prefetcher prefetcher = Prefetcher::over(next, next_end, (stop - begin) * p.groups());
             for (int64_t i = begin; i < stop; i++) compute_tile(tiles, p, i * ROWS, 2 * pair, prefetcher);
         }
-    }
+    });
 }
 
 }  // namespace int8::tiles

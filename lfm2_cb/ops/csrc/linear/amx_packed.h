@@ -142,16 +142,13 @@ void linear(Product<Epilogue> p, int64_t threads) {
     const int64_t row_parts = min(ceil_div(threads, panels), groups), panel_parts = ceil_div(threads, row_parts);
     char* packed = (char*)aligned_alloc(LINE, groups * steps * PAIR);
     p.packed = packed;
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (int64_t tile = 0; tile < groups * 2; tile++)
-            for (int64_t s = 0; s < steps; s++)
-                p.x.copy_tile(tile * TILE_ROWS, s, packed + (tile / 2 * steps + s) * PAIR + tile % 2 * TILE_BYTES);
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < row_parts * panel_parts; task++)
-            compute(p, part_of(groups, task % row_parts, row_parts), part_of(panels, task / row_parts, panel_parts));
-    }
+    parallel_for(groups * 2, threads, [&](int64_t tile) {
+        for (int64_t s = 0; s < steps; s++)
+            p.x.copy_tile(tile * TILE_ROWS, s, packed + (tile / 2 * steps + s) * PAIR + tile % 2 * TILE_BYTES);
+    });
+    parallel_for(row_parts * panel_parts, threads, [&](int64_t task) {
+        compute(p, part_of(groups, task % row_parts, row_parts), part_of(panels, task / row_parts, panel_parts));
+    });
     free(packed);
 }
 

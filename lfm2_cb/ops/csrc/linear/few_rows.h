@@ -6,7 +6,7 @@
 #pragma once
 
 #include "core/epilogue.h"
-#include "core/tiling.h"
+#include "core/threads.h"
 
 namespace {
 namespace few_rows {
@@ -146,8 +146,9 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t rows, int64_t
     const AddBias<T> epilogue = {out, bias, outputs};
     const Linear<T, AddBias<T>> l = {ordered, w, rows, in, outputs, stride, epilogue};
     const int64_t share = even_share(outputs, threads, TASK);
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t begin = 0; begin < outputs; begin += share) outputs_of(l, begin, min(begin + share, outputs));
+    parallel_for(ceil_div(outputs, share), threads, [&](int64_t i) {
+        outputs_of(l, i * share, min((i + 1) * share, outputs));
+    });
     free(ordered);
 }
 

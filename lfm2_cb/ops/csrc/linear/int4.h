@@ -12,6 +12,7 @@
 #include "core/epilogue.h"
 #include "core/prefetch.h"
 #include "core/rounding.h"
+#include "core/threads.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -185,21 +186,16 @@ void linear(Problem p, const void* x, const void* bias, void* out, int16_t* inpu
     p.input_scales = input_scales;
     p.chunks = ceil_div(p.width, CHUNK);
     const int64_t panels = ceil_div(p.outputs, PANEL), blocks = ceil_div(p.rows, ROW_BLOCK);
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < p.chunks * p.rows; i++) {
-            const int64_t chunk = i / p.rows, row = i % p.rows;
-            const T* from = (const T*)x + row * p.width + chunk * CHUNK;
-            input_scales[i] = round_inputs(from, p.length(chunk), CHUNK, LIMIT, 0, inputs + i * CHUNK);
-        }
-#pragma omp for schedule(static)
-        for (int64_t i = 0; i < blocks * panels; i++) {
-            const int64_t row = i / panels * ROW_BLOCK, output = i % panels * PANEL;
-            compute_block(p, AddBias<T>{(T*)out, (const T*)bias, p.outputs}, row, min(p.rows - row, ROW_BLOCK), output,
-                          min(p.outputs - output, PANEL));
-        }
-    }
+    parallel_for(p.chunks * p.rows, worthwhile_threads(p.rows * p.width, ROUNDED, threads), [&](int64_t i) {
+        const int64_t chunk = i / p.rows, row = i % p.rows;
+        const T* from = (const T*)x + row * p.width + chunk * CHUNK;
+        input_scales[i] = round_inputs(from, p.length(chunk), CHUNK, LIMIT, 0, inputs + i * CHUNK);
+    });
+    parallel_for(blocks * panels, threads, [&](int64_t i) {
+        const int64_t row = i / panels * ROW_BLOCK, output = i % panels * PANEL;
+        compute_block(p, AddBias<T>{(T*)out, (const T*)bias, p.outputs}, row, min(p.rows - row, ROW_BLOCK), output,
+                      min(p.outputs - output, PANEL));
+    });
 }
 
 }  // namespace int4

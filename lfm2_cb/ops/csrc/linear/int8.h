@@ -11,6 +11,7 @@
 #include "core/epilogue.h"
 #include "core/prefetch.h"
 #include "core/rounding.h"
+#include "core/threads.h"
 
 namespace {
 namespace int8 {
@@ -43,11 +44,12 @@ struct Product {
     int64_t groups() const { return ceil_div(width, GROUP); }
     int64_t panels() const { return ceil_div(outputs, PANEL); }
 
-    // Task 0 ... rows * groups
-    void round(int64_t task) const {
-        const int64_t row = task / groups(), begin = task % groups() * GROUP;
-        input_scales[task] = round_inputs(x + row * width + begin, min(GROUP, width - begin),
-                                          min(GROUP, padded() - begin), 127.0f, ZERO, inputs + row * padded() + begin);
+    void round_all(int64_t threads) const {
+        parallel_for(rows * groups(), worthwhile_threads(rows * width, ROUNDED, threads), [&](int64_t i) {
+            const int64_t row = i / groups(), begin = i % groups() * GROUP;
+            input_scales[i] = round_inputs(x + row * width + begin, min(GROUP, width - begin),
+                                           min(GROUP, padded() - begin), 127.0f, ZERO, inputs + row * padded() + begin);
+        });
     }
 
     // Of a panel's outputs in one row, from the sums of all groups [PANEL].

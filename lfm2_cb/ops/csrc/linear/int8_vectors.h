@@ -90,23 +90,17 @@ void compute_panel(const Product& p, Range rows, int64_t panel) {
 template <class Product>
 void linear(const Product& p, int64_t threads) {
     const int64_t blocks = ceil_div(p.rows, ROW_BLOCK), panels = p.panels();
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (int64_t task = 0; task < p.rows * p.groups(); task++) p.round(task);
-        if (p.rows <= ROWS) {
-            with_constant<ROWS>(p.rows, [&](auto rows) {
-                constexpr int n = decltype(rows)::value;
-                compute_runs<n, panels_beside(n)>(p, share_of_thread(panels));
-            });
-        } else {
-#pragma omp for schedule(static)
-            for (int64_t task = 0; task < blocks * panels; task++) {
-                const int64_t row = task / panels * ROW_BLOCK;
-                compute_panel(p, {row, min(row + ROW_BLOCK, p.rows)}, task % panels);
-            }
-        }
-    }
+    p.round_all(threads);
+    if (p.rows <= ROWS)
+        with_constant<ROWS>(p.rows, [&](auto rows) {
+            constexpr int n = decltype(rows)::value;
+            parallel_parts(panels, threads, [&](Range part) { compute_runs<n, panels_beside(n)>(p, part); });
+        });
+    else
+        parallel_for(blocks * panels, threads, [&](int64_t task) {
+            const int64_t row = task / panels * ROW_BLOCK;
+            compute_panel(p, {row, min(row + ROW_BLOCK, p.rows)}, task % panels);
+        });
 }
 
 }  // namespace int8::vectors

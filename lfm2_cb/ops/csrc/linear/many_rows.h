@@ -7,7 +7,7 @@
 #pragma once
 
 #include "core/epilogue.h"
-#include "core/tiling.h"
+#include "core/threads.h"
 
 namespace {
 namespace many_rows {
@@ -97,17 +97,15 @@ void matmul(const Matmul<T, Epilogue>& m, int64_t threads) {
     const int64_t groups = ceil_div(m.outputs, GROUP), tiles = ceil_div(m.rows, ROWS);
     const int64_t splits = min(ceil_div(4 * threads, groups), ceil_div(tiles, 8));
     const int64_t most = ceil_div(tiles, splits) * ROWS;
-#pragma omp parallel num_threads(threads)
-    {
+    parallel(groups * splits, 1, threads, [&](const Tasks& tasks) {
         const int64_t kept = m.in <= DEPTH ? ROWS : most;
         float* scratch = (float*)aligned_alloc(64, (GROUP * DEPTH + kept * GROUP) * sizeof(float));
-#pragma omp for schedule(dynamic)
-        for (int64_t task = 0; task < groups * splits; task++) {
-            const int64_t begin = task % splits * most;
-            if (begin < m.rows) compute_group(m, task / splits, {begin, min(begin + most, m.rows)}, scratch);
+        for (Range task; tasks.take(task);) {
+            const int64_t begin = task.begin % splits * most;
+            if (begin < m.rows) compute_group(m, task.begin / splits, {begin, min(begin + most, m.rows)}, scratch);
         }
         free(scratch);
-    }
+    });
 }
 
 }  // namespace many_rows
