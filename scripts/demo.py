@@ -1,4 +1,4 @@
-"""The main job on the model that ships: 32 ragged prompts, pipeline(generator="cb") beside the stock pipeline."""
+"""The main job on the model that ships: 32 ragged prompts, answered as they finish, then beside the stock pipeline."""
 
 import json
 import time
@@ -6,10 +6,25 @@ from pathlib import Path
 
 import torch
 from transformers import pipeline
+from transformers.utils.logging import disable_progress_bar
 
 import lfm2_cb
 
 MAX_NEW_TOKENS = 64
+#: how the model's answers read best; the comparison below is greedy
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.1, "seed": 0}
+
+
+def show(path, prompts):
+    """Answers of 40 tokens at most, each as it ends: long prompts hold no short one up."""
+    limits = [16 + 8 * (i % 4) for i in range(len(prompts))]
+    with lfm2_cb.ContinuousBatchingGenerator(path, max_batch_tokens=256, max_sequences=12) as generator:
+        texts, start = [""] * len(prompts), time.perf_counter()
+        for event in generator.stream(prompts, max_new_tokens=limits, **SAMPLING):
+            texts[event.index] += event.text
+            if event.finished:
+                prompt, answer = prompts[event.index][-48:], " ".join(texts[event.index].split())
+                print(f"{time.perf_counter() - start:5.2f} s  #{event.index:<2} …{prompt} | {answer}", flush=True)
 
 
 def run(pipe, prompts):
@@ -24,19 +39,18 @@ def run(pipe, prompts):
 
 
 def main() -> None:
+    disable_progress_bar()
     path = lfm2_cb.demo_model_path()
     lines = Path(path, "prompts.jsonl").read_text("utf-8").splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines[:32]]
+    show(path, prompts)
+
     stock = pipeline("text-generation", model=path, dtype=torch.float32)
     cb = pipeline("text-generation", model=path, dtype=torch.float32, generator="cb")
-
     ours, our_rate = run(cb, prompts)
     theirs, stock_rate = run(stock, prompts)
-    for prompt, record in list(zip(prompts, ours, strict=True))[:8]:
-        text = cb.tokenizer.decode(record[0]["generated_token_ids"], skip_special_tokens=True)
-        print(f"> {prompt}\n  …{text[len(prompt) :]}\n".replace("\n\n", "\n"))
     same = sum(a == b for a, b in zip(ours, theirs, strict=True))
-    print(f"{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} characters, greedy, fp32")
+    print(f"\n{len(prompts)} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} characters, greedy, fp32")
     print(f'generator="cb"   {our_rate:8.0f} tokens/s')
     print(f"stock pipeline   {stock_rate:8.0f} tokens/s  (one prompt after another)")
     print(f"ratio            {our_rate / stock_rate:8.1f} ×, {same} of {len(prompts)} answers identical to stock's")
