@@ -18,6 +18,8 @@ from starlette.requests import Request
 from transformers import ContinuousBatchingConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lfm2_cb import __version__
+from lfm2_cb.engine.config import EngineConfig
+from lfm2_cb.hf.manager_config import Lfm2CbBatchingConfig
 from lfm2_cb.hf.methods import init_continuous_batching
 from lfm2_cb.loading import as_lfm2_cb, load_model, load_tokenizer
 
@@ -63,7 +65,8 @@ def build_app(
         api_key: asked of every request but `/health`. None: of nobody.
         max_queue: sequences that may wait; a request beyond it is answered with 429.
         max_request_bytes: of a request's body; 413 beyond.
-        continuous_batching_config: the engine's limits; see `lfm2_cb.hf.manager_config`.
+        continuous_batching_config: the engine's limits; see `lfm2_cb.hf.manager_config`. None: the generation
+            config's, or else a server's (`EngineConfig.for_server`).
         chat_template_kwargs: given to the chat template of every request.
         weights: "int8" or "int4", as in `ContinuousBatchingGenerator`.
         dtype: of a checkpoint, as in `load_model`.
@@ -80,7 +83,9 @@ def build_app(
         model = as_lfm2_cb(model, weights)
     if tokenizer is None:
         raise ValueError("a loaded model needs its tokenizer")
-    manager = init_continuous_batching(model, model.generation_config, continuous_batching_config)
+    config = continuous_batching_config or getattr(model.generation_config, "continuous_batching_config", None)
+    config = config or Lfm2CbBatchingConfig.from_engine(EngineConfig.for_server())
+    manager = init_continuous_batching(model, model.generation_config, config)
     manager.warmup()
     manager.start()
     metrics = Metrics(manager)

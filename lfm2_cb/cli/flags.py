@@ -76,15 +76,16 @@ def load_from(args: argparse.Namespace) -> tuple[Lfm2CbForCausalLM, PreTrainedTo
     return model.to(device).eval(), load_tokenizer(args.model, args.trust_remote_code)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+def add_engine_flags(parser: argparse.ArgumentParser, defaults: EngineConfig | None = None) -> None:
     """One flag for each option of the engine, with its default."""
+    defaults = defaults or EngineConfig()
     group = parser.add_argument_group("engine")
     for option in dataclasses.fields(EngineConfig):
         kind, choices = option.metadata["type"], option.metadata["choices"]
-        text = option.metadata["help"]
-        if option.default is not None:
-            text += f" (default: {option.default})"
-        flag: dict[str, Any] = {"default": option.default, "help": text.replace("%", "%%")}
+        text, default = option.metadata["help"], getattr(defaults, option.name)
+        if default is not None:
+            text += f" (default: {default})"
+        flag: dict[str, Any] = {"default": default, "help": text.replace("%", "%%")}
         if kind is bool:
             flag["action"] = argparse.BooleanOptionalAction
         else:

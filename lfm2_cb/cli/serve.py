@@ -35,7 +35,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         default=30,
         help="that running requests have to finish after SIGTERM or Ctrl-C (default: %(default)s)",
     )
-    add_engine_flags(parser)
+    add_engine_flags(parser, EngineConfig.for_server())
     sizes = parser.add_argument_group("cache size, instead of --cache-memory").add_mutually_exclusive_group()
     add = sizes.add_argument
     add("--num-blocks", type=int, help="as so many blocks")

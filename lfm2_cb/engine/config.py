@@ -6,7 +6,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..model.hybrid_cache import CACHE_DTYPES
@@ -14,8 +14,8 @@ from ..ops.native import KERNELS
 from ..scheduling.policies import POLICIES, Policy
 
 
-def _option(default: Any, kind: type, help: str, choices: Sequence[str] = ()) -> Any:
-    return field(default=default, metadata={"type": kind, "help": help, "choices": tuple(choices)})
+def _option(default: Any, kind: type, help: str, choices: Sequence[str] = (), **metadata: Any) -> Any:
+    return field(default=default, metadata={"type": kind, "help": help, "choices": tuple(choices), **metadata})
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class EngineConfig:
     """Options of the engine, which every face takes by these names and with these defaults.
 
     Each field's `metadata` has its "type" (of one value, for a command line), a "help" of one line, and the
-    "choices" there are (empty: any), so that parsers can be made from `dataclasses.fields(EngineConfig)`.
+    "choices" there are (empty: any), so that parsers can be made from `dataclasses.fields(EngineConfig)`. "server" is
+    there where a server's default is another (`for_server`).
 
     Args:
         max_batch_tokens: tokens computed a step, prefill chunks and decodes together.
@@ -36,7 +37,8 @@ class EngineConfig:
         drafting: "auto" to guess tokens by prompt lookup wherever that pays; "none" for requests that ask only.
         kernels: "native" (C++, compiled once on first use), "torch", or "auto": native on a CPU with a compiler.
         max_step_seconds: how long a step that decodes is to take at most, by the times of steps before it: longer
-            prefills are cut into smaller chunks. None: up to `max_batch_tokens`, however long that takes.
+            prefills are cut into smaller chunks. None or infinity: up to `max_batch_tokens`, however long that takes,
+            which is best for lists. A server's default is 0.2: 99 of 100 tokens then come within 0.25 s.
         cache_dtype: "int8" stores K/V in 8 bits; None: in the model's dtype.
         trace: a file that gets what each step does, as Chrome trace events ("{pid}" in its name: the process's id).
     Raises: ValueError: an option out of range, by name.
@@ -51,7 +53,7 @@ class EngineConfig:
     drafting: str = _option("none", str, "guess tokens by prompt lookup wherever it pays", ("auto", "none"))
     kernels: str = _option("auto", str, "auto: native on a CPU with a C++ compiler", KERNELS)
     max_step_seconds: float | None = _option(
-        None, float, "how long answers may wait for their next token while prompts are prefilled"
+        None, float, "how long answers may wait for their next token while prompts are prefilled", server=0.2
     )
     cache_dtype: str | None = _option(
         None,
@@ -81,6 +83,12 @@ class EngineConfig:
             raise ValueError(f"cache_dtype must be 'int8' or None (the model's dtype), got {self.cache_dtype!r}")
         if self.trace is not None and (not isinstance(self.trace, (str, os.PathLike)) or not os.fspath(self.trace)):
             raise ValueError(f"trace must be the path of a file or None, got {self.trace!r}")
+
+    @classmethod
+    def for_server(cls, **options: Any) -> EngineConfig:
+        """These options, and a server's defaults for those that are not given."""
+        server = {option.name: option.metadata["server"] for option in fields(cls) if "server" in option.metadata}
+        return cls(**{**server, **options})
 
     @property
     def cache_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import deque
@@ -172,7 +173,7 @@ class Engine:
 
     def _decode_budget(self) -> int | None:
         limit = self.config.max_step_seconds
-        return None if limit is None else self.speculation.times.tokens_within(limit)
+        return None if limit is None or limit == math.inf else self.speculation.times.tokens_within(limit)
 
     def _drain_inbox(self) -> list[StepOutput]:
         if self._inbox:

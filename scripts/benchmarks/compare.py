@@ -73,6 +73,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     ours.add_argument("--no-prefix-caching", action="store_true")
     ours.add_argument("--cache-memory", default=EngineConfig.cache_memory)
     ours.add_argument("--max-batch-tokens", type=int, default=EngineConfig.max_batch_tokens)
+    ours.add_argument("--max-step-seconds", type=float, default=EngineConfig.max_step_seconds)
 
     others = parser.add_argument_group("other engines")
     others.add_argument("--peer", nargs="+", default=[], metavar="NAME=PYTHON", help="vllm, openvino; and its Python")
@@ -136,6 +137,7 @@ class Run:
             self.model,
             cache_memory=args.cache_memory,
             max_batch_tokens=max_batch_tokens,
+            max_step_seconds=args.max_step_seconds,
             prefix_caching=not args.no_prefix_caching,
             policy=args.policy,
             weights=args.weights,

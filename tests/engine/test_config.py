@@ -38,6 +38,13 @@ def test_a_field_says_what_a_flag_needs(field):
         EngineConfig(**{field.name: choice})
 
 
+def test_a_server_has_defaults_of_its_own_where_nothing_else_is_said():
+    changed = dataclasses.asdict(EngineConfig.for_server()).items() - dataclasses.asdict(EngineConfig()).items()
+    assert changed == {("max_step_seconds", 0.2)}
+    config = EngineConfig.for_server(max_step_seconds=None, max_sequences=3)
+    assert config == EngineConfig(max_sequences=3)
+
+
 def test_cache_memory_may_be_text():
     assert EngineConfig(cache_memory="512MiB").cache_bytes == EngineConfig(cache_memory=2**29).cache_bytes == 2**29
 

@@ -27,6 +27,7 @@ from transformers import ContinuousBatchingConfig
 from transformers.utils.chat_parsing import ResponseParser
 
 import lfm2_cb
+from lfm2_cb.engine.config import EngineConfig
 from lfm2_cb.hf.manager_config import Lfm2CbBatchingConfig
 from lfm2_cb.hf.manager_outputs import CbGenerationOutput, RequestStatus
 
@@ -388,6 +389,11 @@ def test_reasoning_and_tool_calls_are_told_apart(demo_tokenizer):
     (found,) = choice.whole.tool_calls
     assert {"name": found.name, "arguments": json.loads(found.arguments)} == call
     assert choice.whole.finish_reason == "tool_calls"
+
+
+def test_the_engine_has_a_servers_defaults(server):
+    manager = server.app.state.served.dispatcher.manager
+    assert manager.continuous_batching_config.max_step_seconds == EngineConfig.for_server().max_step_seconds == 0.2
 
 
 def test_what_build_app_cannot_do(demo_stock):

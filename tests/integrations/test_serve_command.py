@@ -1,6 +1,7 @@
 # ruff: noqa: E402  (what the extra brings is looked for before it is imported)
 """`lfm2-cb serve`: its flags, what it says, and how it ends."""
 
+import math
 import os
 import re
 import signal
@@ -203,3 +204,15 @@ def test_every_option_of_the_engine_has_a_flag_that_reaches_it(monkeypatch, tmp_
     assert main(["serve", MODEL, "--port", "0", "--page-size", "32", "--max-requests-per-batch", "3"]) == 0
     old = engine_config(taken["continuous_batching_config"], model)
     assert (old.block_size, old.max_sequences) == (32, 3)
+
+
+def test_answers_do_not_wait_long_for_prompts_by_default(monkeypatch, capsys):
+    """As in Python: see test_serve.py."""
+    taken = {}
+    monkeypatch.setattr(server, "serve_on", lambda listener, model, tokenizer, **options: taken.update(options))
+    for said, limit in (([], 0.2), (["--max-step-seconds", "inf"], math.inf), (["--max-step-seconds", "1"], 1.0)):
+        assert main(["serve", MODEL, "--port", "0", *said]) == 0
+        assert taken["continuous_batching_config"].max_step_seconds == limit
+    with pytest.raises(SystemExit, match="0"):
+        main(["serve", "--help"])
+    assert "prefilled (default: 0.2)" in " ".join(capsys.readouterr().out.split())
