@@ -32,6 +32,6 @@ ONCE = ("threads.cpp",)
 ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "avxvnni": ("avx2", ("low_bit.cpp", "features.cpp")),
     "vnni": ("avx512", ("low_bit.cpp", "features.cpp")),
-    "avx512bf16": ("vnni", ("decode_attention.cpp", "features.cpp")),
+    "avx512bf16": ("vnni", ("decode_attention.cpp", "pointwise.cpp", "features.cpp")),
     "amx": ("avx512bf16", (*EMULATED["amx"], "prefill_attention.cpp", "features.cpp")),
 }

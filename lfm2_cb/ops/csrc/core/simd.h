@@ -80,6 +80,21 @@ inline vec load(const bf16* p) {
 
 inline void store(float* p, vec v) { memcpy(p, &v, sizeof v); }
 
+#if defined(__AVX512BF16__)
+// The nearest bf16 of each lane: ties to even as in torch, NaN stays NaN. (The instruction makes 0 of what is subnormal.)
+inline hvec to_bf16(vec v) {
+    hvec h;
+    asm("vcvtneps2bf16 %1, %0" : "=v"(h) : "v"(v));
+    return h;
+}
+
+inline void store(bf16* p, vec v) {
+    hvec h = to_bf16(v);
+    memcpy(p, &h, sizeof h);
+}
+
+inline uvec nearest_bf16(vec v) { return __builtin_convertvector(to_bf16(v), uvec); }
+#else
 // The bits of the nearest bf16 in the lower half of each lane: ties to even as in torch, NaN stays NaN.
 inline uvec nearest_bf16(vec v) {
     uvec u = (uvec)v, nan = (uvec)(v != v);
@@ -91,6 +106,7 @@ inline void store(bf16* p, vec v) {
     hvec h = __builtin_convertvector(nearest_bf16(v), hvec);
     memcpy(p, &h, sizeof h);
 }
+#endif
 
 // Two vectors side by side. (The instruction makes 0 of what is subnormal.)
 inline void store_two(float* p, vec first, vec second) {
