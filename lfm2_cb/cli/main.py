@@ -37,7 +37,7 @@ from .flags import (
 )
 from .info import describe
 from .job import RECORD_FIELDS, Job
-from .parquet_output import write_parquet
+from .parquet_output import JSON, write_parquet
 from .plot import plot
 from .progress import Summary, make_progress
 from .reader import open_source
@@ -138,7 +138,7 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    if clash := sorted({*args.keep} & {*RECORD_FIELDS}):
+    if clash := sorted({*args.keep} & {*RECORD_FIELDS, *([JSON] if args.json_schema else [])}):
         raise UsageError(f"--keep {' '.join(clash)}: the output has fields of that name")
     args.keep = list(dict.fromkeys(args.keep))
     _check_output(args)
@@ -161,7 +161,7 @@ def _generate(args: argparse.Namespace) -> int:
             summary = job.run(source, files, progress)
             if isinstance(files, JobFiles) and files.result is not None:
                 files.sync()
-                write_parquet(files.output, files.result, source, args.keep)
+                write_parquet(files.output, files.result, source, args.keep, args.json_schema is not None)
         finally:
             files.close()
     return _report(summary, num_before, files)

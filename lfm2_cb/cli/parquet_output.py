@@ -16,15 +16,19 @@ from .writer import OutputError, sync_folder
 
 #: rows of a row group
 BATCH_ROWS = 1024
+#: the column of parsed answers
+JSON = "json"
 ANSWERS = ("index", "text", "finish_reason", "prompt_tokens", "output_tokens")
 
 
-def write_parquet(journal: Path, target: Path, source: Source, keep: Sequence[str]) -> None:
+def write_parquet(journal: Path, target: Path, source: Source, keep: Sequence[str], with_json: bool = False) -> None:
     """Write the answers in `journal` to `target`, in the input's order.
 
     The columns are those of the records. A column that was kept has its input's type where that is Parquet; else the
     type of its JSON, or JSON text where its rows have none in common.
 
+    Args: with_json: add a column `json` of what the answers are as JSON, by the same rule; null where one is none, as
+        where it was cut.
     Raises: OutputError: it cannot be written; what was there is there.
     """
     import pyarrow
@@ -33,13 +37,17 @@ def write_parquet(journal: Path, target: Path, source: Source, keep: Sequence[st
     temporary = target.with_name(f"{target.name}.tmp")  # one: a job's files are locked, and the next run replaces it
     try:
         with journal.open("rb") as lines:
-            records = _Records(lines)
+            records = _Records(lines, with_json)
+            json_type = _common_type(records, JSON) if with_json else None
             kept = _typed(records, source, keep) if source.kept is not None and keep else _inferred(records, keep)
             answers = _answer_types(records)
-            tables = (
-                pyarrow.table({**{n: pyarrow.array([r[n] for r in batch], t) for n, t in answers.items()}, **columns})
-                for batch, columns in kept
-            )
+
+            def as_table(batch: list[dict[str, Any]], columns: dict[str, Any]) -> Any:
+                own = {name: pyarrow.array([record[name] for record in batch], t) for name, t in answers.items()}
+                parsed = {JSON: _column([record[JSON] for record in batch], json_type)} if with_json else {}
+                return pyarrow.table({**own, **parsed, **columns})
+
+            tables = (as_table(batch, columns) for batch, columns in kept)
             first = next(tables)
             with open(temporary, "wb") as file:
                 with parquet.ParquetWriter(file, first.schema) as writer:
@@ -56,10 +64,13 @@ def write_parquet(journal: Path, target: Path, source: Source, keep: Sequence[st
 
 
 class _Records:
-    """The records of a file of JSON lines, by their indices: a line is read when it is asked for."""
+    """The records of a file of JSON lines, by their indices: a line is read when it is asked for.
 
-    def __init__(self, lines: Any) -> None:
-        self._lines = lines
+    Args: with_json: records get a field `JSON`, of their text.
+    """
+
+    def __init__(self, lines: Any, with_json: bool = False) -> None:
+        self._lines, self._with_json = lines, with_json
         indices, offsets, offset = array("q"), array("q"), 0
         for line in lines:
             indices.append(json.loads(line)["index"])
@@ -74,7 +85,8 @@ class _Records:
         records = []
         for offset in self._offsets[start:stop]:
             self._lines.seek(offset)
-            records.append(json.loads(self._lines.readline()))
+            record = json.loads(self._lines.readline())
+            records.append({**record, JSON: _parsed(record["text"])} if self._with_json else record)
         return records
 
     def batches(self) -> Iterator[list[dict[str, Any]]]:
@@ -108,16 +120,28 @@ def _typed(records: _Records, source: Source, keep: Sequence[str]) -> Iterator[t
 
 def _inferred(records: _Records, keep: Sequence[str]) -> Iterator[tuple[list[dict[str, Any]], Any]]:
     """Records, with the columns that were kept in types that all their rows go into."""
-    import pyarrow as pa
-
     types = {name: _common_type(records, name) for name in keep}
     for batch in records.batches():
-        columns = {}
-        for name, kind in types.items():
-            values = [record[name] for record in batch]
-            texts = (None if value is None else json.dumps(value) for value in values)
-            columns[name] = pa.array(list(texts), pa.string()) if kind is None else pa.array(values, kind)
-        yield batch, columns
+        yield batch, {name: _column([record[name] for record in batch], kind) for name, kind in types.items()}
+
+
+def _column(values: list[Any], kind: Any) -> Any:
+    """Args: kind: their type; None: they have none in common, and are written as JSON."""
+    import pyarrow as pa
+
+    if kind is not None:
+        return pa.array(values, kind)
+    return pa.array([None if value is None else json.dumps(value) for value in values], pa.string())
+
+
+def _parsed(text: str | list[str]) -> Any:
+    """What an answer (or each of several) is as JSON; None where it is none."""
+    if isinstance(text, list):
+        return [_parsed(one) for one in text]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 def _common_type(records: _Records, name: str) -> Any:

@@ -164,7 +164,7 @@ def sample(
     """
     masks, failed = fill_masks([p.constraint for p in params], histories, logits.shape[-1])
     if any(p.do_sample or p.processors or p.trace for p in params):
-        tokens = _process_and_choose(logits.float(), params, histories, masks, native)
+        tokens = _process_and_choose(logits, params, histories, masks, native)
     else:
         tokens = take_best(logits, native, masks)
     for i, p in enumerate(params):
@@ -189,7 +189,7 @@ def _process_and_choose(
         members = [params[i] for i in rows]
         own_logits = logits if len(rows) == len(params) else logits[rows]
         bits = None if masks is None or mask_of[rows[0]] < 0 else masks.bits[[mask_of[i] for i in rows]]
-        allowed = own_logits if bits is None else masked(own_logits, bits, native)
+        allowed = own_logits.float() if bits is None else masked(own_logits, bits, native)
         try:
             if isinstance(key, tuple):
                 known = [histories[i] for i in rows]
@@ -205,7 +205,7 @@ def _process_and_choose(
             tokens[i] = token
             trace = params[i].trace
             if trace is not None and not isinstance(token, Exception):
-                trace.add(token, own_logits[j], scores.full(logits.shape[-1])[j])
+                trace.add(token, own_logits[j].float(), scores.full(logits.shape[-1])[j])
     return tokens
 
 

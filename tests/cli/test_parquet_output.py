@@ -154,3 +154,28 @@ def test_a_full_disk_leaves_what_was_there(folder, monkeypatch, capsys):
 
 def _full(_):
     raise OSError("No space left on device")
+
+
+def test_answers_held_to_a_schema_have_a_typed_column(folder):
+    pytest.importorskip("llguidance")
+    shape = {
+        "type": "object",
+        "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 9}, "is_in": {"type": "boolean"}},
+        "required": ["age", "is_in"],
+        "additionalProperties": False,
+    }
+    (folder / "schema.json").write_text(json.dumps(shape))
+    flags = ["--json-schema", "schema.json", "--max-new-tokens", "40"]
+    assert run(*flags, "--keep", "day") == 3
+    found = parquet.read_table("out.parquet")
+    assert found["json"].type == pa.struct({"age": pa.int64(), "is_in": pa.bool_()})
+    assert found["json"].to_pylist() == [json.loads(text) for text in found["text"].to_pylist()]
+    assert found.column_names[-2:] == ["json", "day"]
+    several = ["--do-sample", "--num-return-sequences", "2", "--overwrite"]
+    assert run(*flags, *several) == 3
+    found = parquet.read_table("out.parquet")
+    assert found["json"].to_pylist() == [[*map(json.loads, texts)] for texts in found["text"].to_pylist()]
+    assert run(*flags, "--max-new-tokens", "3", "--overwrite") == 3
+    assert {*parquet.read_table("out.parquet")["json"].to_pylist()} == {None}
+    assert run(*flags, "--keep", "json") == 2
+    assert run("--keep", "day", "--overwrite") == 3 and "json" not in parquet.read_table("out.parquet").column_names
