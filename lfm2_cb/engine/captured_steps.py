@@ -159,5 +159,6 @@ def _structure_of(model: nn.Module) -> list[object]:
     for module in model.modules():
         own = module.__dict__
         found += id(module), "forward" in own, own.get("eps"), own.get("scaling"), own.get("attention_scaling")
+        found += own.get("top_k"), own.get("normalize"), own.get("scale")
         found += map(id, (*module._parameters.values(), *module._buffers.values()))
     return found

@@ -108,6 +108,7 @@ class Look:
         own, facts = module.__dict__, self._facts
         facts += module, module.__class__, own.get("forward"), own.get("eps"), own.get("variance_epsilon")
         facts += own.get("scaling"), own.get("attention_scaling")
+        facts += own.get("top_k"), own.get("normalize"), own.get("scale")
         facts += (*own["_forward_pre_hooks"], *own["_forward_hooks"])
         for tensor in (*own["_parameters"].values(), *own["_buffers"].values()):
             self._tensors.append(tensor)

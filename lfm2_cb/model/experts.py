@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import Lfm2MoeConfig
 
-from ..ops.experts import Experts, route
+from ..ops.experts import Experts
 from ..ops.kernel_set import MODULE_CALLS, KernelSet
 from ..ops.linear.dense import PackedLinear
 
@@ -35,7 +35,7 @@ class Lfm2CbSparseMLP(nn.Module):
     def forward(self, x: torch.Tensor, kernels: KernelSet = MODULE_CALLS) -> torch.Tensor:
         rows = x.flatten(0, -2)
         logits = kernels.linear(self.gate, rows)
-        selected, weights = route(logits, self.expert_bias, self.top_k, self.normalize, self.scale)
+        selected, weights = kernels.route(logits, self.expert_bias, self.top_k, self.normalize, self.scale)
         return kernels.experts(self.experts, rows, selected, weights).view_as(x)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:

@@ -12,11 +12,11 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from .attention.kv_blocks import KVBlocks, write_rows
-from .experts import Experts, QuantizedExperts, mix_experts, quantized_product
+from .experts import Experts, QuantizedExperts, native_mix_experts, route
 from .linear.dense import PackedLinear
 from .linear.int8 import native_rows_int8
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, quantized_linear
-from .linear.table import DENSE, product, products
+from .linear.table import DENSE, products
 from .native import NativeKernels, resolve_kernels
 from .pointwise import RMSNorm, add, add_rms_norm, norm_rotate, rms_norm, rotary, rotate, swiglu
 from .short_conv import gated_short_conv
@@ -62,6 +62,12 @@ class KernelSet:
             return quantized_linear(x, module.weights, module.bias, self.native)  # type: ignore[arg-type]
         return module(x)
 
+    def route(
+        self, logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, normalize: bool, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `experts.route`."""
+        return route(logits, bias, top_k, normalize, scale, self.native)
+
     def experts(
         self, module: nn.Module, x: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
@@ -69,16 +75,10 @@ class KernelSet:
         if self.native is not None and isinstance(module, Experts) and is_plain(module, Experts.forward):
             gate_up, down = module.gate_up_proj, module.down_proj
             if gate_up.is_contiguous() and down.is_contiguous() and gate_up.dtype == down.dtype == x.dtype:
-                return mix_experts(x, selected, weights, [*gate_up], [*down], self._multiply, self.swiglu)
+                return native_mix_experts(self.native, x, selected, weights, gate_up, down)
         if isinstance(module, QuantizedExperts) and is_plain(module, QuantizedExperts.forward):
-            stacks = module.gate_up_proj.each(), module.down_proj.each()
-            return mix_experts(x, selected, weights, *stacks, quantized_product(self.native), self.swiglu)
+            return module.mix(x, selected, weights, self.native)
         return module(x, selected, weights)
-
-    def _multiply(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """`x @ weight.T`, by the kernel for so many rows. weight: contiguous, in x's dtype."""
-        assert self.native is not None
-        return product(DENSE, x.dtype, self.native.isa, len(x))(self.native, x, weight, None)
 
     def embed(self, module: nn.Module, ids: torch.Tensor, out: torch.Tensor) -> None:
         """`module(ids)` of an embedding into out `[tokens, size]`. ids: int64 `[tokens]`, which must be in range."""

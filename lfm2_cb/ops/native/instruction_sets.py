@@ -24,14 +24,14 @@ ISAS: Mapping[str, tuple[str, ...]] = (
 )
 #: sources that are of use for one instruction set alone; and those that have them too, by an emulation, so that they
 #: can be tested: without and with fused multiply-add
-EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx.cpp",)}
+EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx.cpp", "amx_experts.cpp")}
 EMULATORS = ("plain", "avx2")
 #: sources that have nothing to do with instruction sets
 ONCE = ("threads.cpp",)
 #: an instruction set that adds to another: which, and the sources that are compiled for it; the rest is the other's
 ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "avxvnni": ("avx2", ("low_bit.cpp", "features.cpp")),
-    "vnni": ("avx512", ("low_bit.cpp", "features.cpp")),
+    "avxvnni": ("avx2", ("low_bit.cpp", "low_bit_experts.cpp", "features.cpp")),
+    "vnni": ("avx512", ("low_bit.cpp", "low_bit_experts.cpp", "features.cpp")),
     "avx512bf16": ("vnni", ("decode_attention.cpp", "pointwise.cpp", "features.cpp")),
     "amx": ("avx512bf16", (*EMULATED["amx"], "prefill_attention.cpp", "features.cpp")),
 }

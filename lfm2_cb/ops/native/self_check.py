@@ -31,6 +31,8 @@ def addition_is_right(kernels: NativeKernels) -> bool:
 
     if kernels.isa == "avx512bf16":
         return True
+    if not experts_are_right(kernels):
+        return False
     if kernels.isa != "amx":
         return torch.equal(linear_int8(kernels), linear_int8(kernels.without(kernels.isa)))
     exact = x.double() @ weight.double().T + bias.double()
@@ -74,3 +76,43 @@ def attention_is_right(kernels: NativeKernels) -> bool:
             if not ((out - expected).abs() <= 0.02 * expected.abs().amax(-1, keepdim=True)).all():
                 return False
     return True
+
+
+def experts_are_right(kernels: NativeKernels) -> bool:
+    """Whether a small layer, of experts with few rows, some and many, comes out as without what the instruction set
+    adds: in 8 bits to the bit and, where that is matrix units, in bf16 to rounding."""
+    generator = torch.Generator().manual_seed(0)
+    rows, experts, hidden, width = 80, 4, 150, 70
+    is_amx, others = kernels.isa == "amx", kernels.without(kernels.isa)
+    x = torch.randn(rows, hidden, generator=generator).bfloat16()
+    selected = torch.tensor([[0] * 3 + [1] * 25 + [2] * 52, [3] * rows]).t().contiguous()
+    weights = torch.rand(rows, 2, generator=generator).bfloat16()
+    sizes = rows, 2, experts, hidden, width
+
+    in_8_bits: list[torch.Tensor] = []
+    in_bf16 = []
+    for outputs, inner in ((2 * width, hidden), (hidden, width)):  # layouts as ops/linear/int8.py has them
+        in_bf16.append((torch.randn(experts, outputs, inner, generator=generator) / inner**0.5).bfloat16())
+        panels, padded, groups = -(-outputs // 16), -(-inner // 64) * 64, -(-inner // 128)
+        shape = experts, panels, padded // 4, 16, 4
+        in_8_bits += [
+            torch.randint(-32, 33, shape, generator=generator, dtype=torch.int8),
+            torch.randint(-4096, 4097, (experts, panels, groups, 16), generator=generator, dtype=torch.int16),
+            torch.rand(experts, outputs, generator=generator).div_(1000).bfloat16(),
+        ]
+
+    def int8(kernels: NativeKernels, name: str, *few: int) -> torch.Tensor:
+        out = torch.full_like(x, torch.nan)
+        kernels.call(name, x, 1, selected, weights, *in_8_bits, out, *sizes, *few)
+        return out
+
+    def bf16(kernels: NativeKernels, name: str, *thresholds: int) -> torch.Tensor:
+        out = torch.full_like(x, torch.nan)
+        kernels.call(name, x, selected, weights, *in_bf16, out, *sizes, *thresholds)
+        return out
+
+    if not is_amx:
+        return torch.equal(int8(kernels, "experts_int8"), int8(others, "experts_int8"))
+    expected = bf16(others, "experts_bf16", rows)
+    close = ((bf16(kernels, "amx_experts_bf16", 6, 40) - expected).abs() <= 0.02 * expected.abs().amax()).all()
+    return bool(close) and torch.equal(int8(kernels, "amx_experts_int8", 6), int8(others, "experts_int8"))

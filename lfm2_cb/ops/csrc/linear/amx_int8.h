@@ -68,22 +68,36 @@ void compute_tile(Tiles& tiles, const Product& p, int64_t row, int64_t panel, Pr
             p.finish(row + r, panel + b, totals[r / TILE_ROWS][b] + r % TILE_ROWS * PANEL);
 }
 
+// Blocks of 32 rows, and a pair of panels.
+template <class Product>
+void compute_pair(Tiles& tiles, const Product& p, Range blocks, int64_t pair) {
+    const int64_t bytes = 2 * PANEL * p.padded(), last = ceil_div(p.panels(), 2) - 1;
+    const char *weights = (const char*)p.weights, *end = weights + PANEL * p.padded() * p.panels();
+    const char* next = min(pair + 1, last) * bytes + weights;
+    const char* next_end = end - next < bytes ? end : next + bytes;
+    Prefetcher prefetcher = Prefetcher::over(next, next_end, blocks.size() * p.groups());
+    for (int64_t i = blocks.begin; i < blocks.end; i++) compute_tile(tiles, p, i * ROWS, 2 * pair, prefetcher);
+}
+
+// All rows and some of the panels, which begin at an even one.
+template <class Product>
+void multiply(const Product& p, Range panels) {
+    Tiles tiles;
+    for (int64_t pair = panels.begin / 2; pair < ceil_div(panels.end, 2); pair++)
+        compute_pair(tiles, p, {0, ceil_div(p.rows, ROWS)}, pair);
+}
+
 template <class Product>
 void linear(const Product& p, int64_t threads) {
     const int64_t pairs = ceil_div(p.panels(), 2), tiles_of_rows = ceil_div(p.rows, ROWS);
-    const int64_t bytes = 2 * PANEL * p.padded();
-    const char *weights = (const char*)p.weights, *end = weights + PANEL * p.padded() * p.panels();
     p.round_all(threads);
     // Blocks of rows, and in each the pairs of panels: as many rows as leave every thread something to do.
     const int64_t blocks = min(ceil_div(threads, pairs), tiles_of_rows), block = ceil_div(tiles_of_rows, blocks);
     parallel_parts(blocks * pairs, threads, [&](Range tasks) {
         Tiles tiles;
         for (int64_t task = tasks.begin; task < tasks.end; task++) {
-            const int64_t pair = task % pairs, begin = task / pairs * block, stop = min(begin + block, tiles_of_rows);
-            const char* next = min(pair + 1, pairs - 1) * bytes + weights;
-            const char* next_end = end - next < bytes ? end : next + bytes;
-            Prefetcher prefetcher = Prefetcher::over(next, next_end, (stop - begin) * p.groups());
-            for (int64_t i = begin; i < stop; i++) compute_tile(tiles, p, i * ROWS, 2 * pair, prefetcher);
+            const int64_t begin = task / pairs * block;
+            compute_pair(tiles, p, {begin, min(begin + block, tiles_of_rows)}, task % pairs);
         }
     });
 }

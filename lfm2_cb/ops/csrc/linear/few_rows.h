@@ -46,6 +46,9 @@ int64_t whole_blocks(int64_t in) {
     return in / BLOCK<T> * BLOCK<T>;
 }
 
+// Values from one ordered row to the next: rows that are a power of 2 apart would fight for the first cache.
+inline int64_t stride_of(int64_t in) { return (in + 31) / 16 * 16; }
+
 // One row of inputs in that order, with zeros to the end of the last block.
 template <class T>
 void order_inputs(const T* x, int64_t in, float* to) {
@@ -140,7 +143,7 @@ void outputs_of(const Linear<T, Epilogue>& l, int64_t begin, int64_t end) {
 
 template <class T>
 void linear(const T* x, const T* w, const T* bias, T* out, int64_t rows, int64_t in, int64_t outputs, int64_t threads) {
-    const int64_t stride = (in + 31) / 16 * 16;  // rows that are a power of 2 apart would fight for the first cache
+    const int64_t stride = stride_of(in);
     float* ordered = (float*)aligned_alloc(64, rows * stride * sizeof(float));
     for (int64_t r = 0; r < rows; r++) order_inputs(x + r * in, in, ordered + r * stride);
     const AddBias<T> epilogue = {out, bias, outputs};

@@ -108,11 +108,18 @@ inline void multiply(const int16_t* x, const char* weights, int64_t stride, int6
 struct Problem {
     const char* weights;        // [outputs][stride bytes]
     const bf16* group_scales;   // [outputs][groups]
-    const int16_t* inputs;      // [chunks][rows][CHUNK]
-    const float* input_scales;  // [chunks][rows]
+    int16_t* inputs;            // [chunks][rows][CHUNK]
+    float* input_scales;        // [chunks][rows]
     int64_t rows, width, outputs, chunks, groups, stride;
 
     int64_t length(int64_t chunk) const { return min(width - chunk * CHUNK, CHUNK); }
+
+    // A chunk of the row `from`, into the inputs.
+    template <class T>
+    void round(int64_t chunk, int64_t row, const T* from) const {
+        const int64_t i = chunk * rows + row;
+        input_scales[i] = round_inputs(from + chunk * CHUNK, length(chunk), CHUNK, LIMIT, 0, inputs + i * CHUNK);
+    }
 };
 
 // Weights to ask for: `bytes` of each of a panel's outputs. The processor does not see such short runs coming, and
@@ -187,9 +194,8 @@ void linear(Problem p, const void* x, const void* bias, void* out, int16_t* inpu
     p.chunks = ceil_div(p.width, CHUNK);
     const int64_t panels = ceil_div(p.outputs, PANEL), blocks = ceil_div(p.rows, ROW_BLOCK);
     parallel_for(p.chunks * p.rows, worthwhile_threads(p.rows * p.width, ROUNDED, threads), [&](int64_t i) {
-        const int64_t chunk = i / p.rows, row = i % p.rows;
-        const T* from = (const T*)x + row * p.width + chunk * CHUNK;
-        input_scales[i] = round_inputs(from, p.length(chunk), CHUNK, LIMIT, 0, inputs + i * CHUNK);
+        const int64_t row = i % p.rows;
+        p.round(i / p.rows, row, (const T*)x + row * p.width);
     });
     parallel_for(blocks * panels, threads, [&](int64_t i) {
         const int64_t row = i / panels * ROW_BLOCK, output = i % panels * PANEL;

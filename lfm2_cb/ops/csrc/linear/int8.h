@@ -44,11 +44,18 @@ struct Product {
     int64_t groups() const { return ceil_div(width, GROUP); }
     int64_t panels() const { return ceil_div(outputs, PANEL); }
 
+    // A group of the row `from`.
+    template <class Row>
+    void round(int64_t row, int64_t group, const Row* from) const {
+        const int64_t begin = group * GROUP;
+        input_scales[row * groups() + group] =
+            round_inputs(from + begin, min(GROUP, width - begin), min(GROUP, padded() - begin), 127.0f, ZERO,
+                         inputs + row * padded() + begin);
+    }
     void round_all(int64_t threads) const {
         parallel_for(rows * groups(), worthwhile_threads(rows * width, ROUNDED, threads), [&](int64_t i) {
-            const int64_t row = i / groups(), begin = i % groups() * GROUP;
-            input_scales[i] = round_inputs(x + row * width + begin, min(GROUP, width - begin),
-                                           min(GROUP, padded() - begin), 127.0f, ZERO, inputs + row * padded() + begin);
+            const int64_t row = i / groups();
+            round(row, i % groups(), x + row * width);
         });
     }
 

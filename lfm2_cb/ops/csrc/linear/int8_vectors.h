@@ -87,15 +87,25 @@ void compute_panel(const Product& p, Range rows, int64_t panel) {
     });
 }
 
+// All rows and some of the panels.
+template <class Product>
+void multiply(const Product& p, Range panels) {
+    if (p.rows <= ROWS)
+        return with_constant<ROWS>(p.rows, [&](auto rows) {
+            constexpr int n = decltype(rows)::value;
+            compute_runs<n, panels_beside(n)>(p, panels);
+        });
+    for (int64_t row = 0; row < p.rows; row += ROW_BLOCK)
+        for (int64_t panel = panels.begin; panel < panels.end; panel++)
+            compute_panel(p, {row, min(row + ROW_BLOCK, p.rows)}, panel);
+}
+
 template <class Product>
 void linear(const Product& p, int64_t threads) {
     const int64_t blocks = ceil_div(p.rows, ROW_BLOCK), panels = p.panels();
     p.round_all(threads);
     if (p.rows <= ROWS)
-        with_constant<ROWS>(p.rows, [&](auto rows) {
-            constexpr int n = decltype(rows)::value;
-            parallel_parts(panels, threads, [&](Range part) { compute_runs<n, panels_beside(n)>(p, part); });
-        });
+        parallel_parts(panels, threads, [&](Range part) { multiply(p, part); });
     else
         parallel_for(blocks * panels, threads, [&](int64_t task) {
             const int64_t row = task / panels * ROW_BLOCK;

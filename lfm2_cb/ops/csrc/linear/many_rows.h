@@ -91,6 +91,11 @@ void compute_group(const Matmul<T, Epilogue>& m, int64_t group, Range rows, floa
     }
 }
 
+// What compute_group's scratch takes for as many rows.
+inline int64_t scratch_bytes(int64_t rows, int64_t in) {
+    return (GROUP * DEPTH + (in <= DEPTH ? ROWS : rows) * GROUP) * sizeof(float);
+}
+
 // Threads share the groups; where these are few, rows are split as well, in multiples of a tile.
 template <class T, class Epilogue>
 void matmul(const Matmul<T, Epilogue>& m, int64_t threads) {
@@ -98,8 +103,7 @@ void matmul(const Matmul<T, Epilogue>& m, int64_t threads) {
     const int64_t splits = min(ceil_div(4 * threads, groups), ceil_div(tiles, 8));
     const int64_t most = ceil_div(tiles, splits) * ROWS;
     parallel(groups * splits, 1, threads, [&](const Tasks& tasks) {
-        const int64_t kept = m.in <= DEPTH ? ROWS : most;
-        float* scratch = (float*)aligned_alloc(64, (GROUP * DEPTH + kept * GROUP) * sizeof(float));
+        float* scratch = (float*)aligned_alloc(64, scratch_bytes(most, m.in));
         for (Range task; tasks.take(task);) {
             const int64_t begin = task.begin % splits * most;
             if (begin < m.rows) compute_group(m, task.begin / splits, {begin, min(begin + most, m.rows)}, scratch);
