@@ -140,9 +140,9 @@ def _add_readings(app: FastAPI, served: Served, metrics: Metrics) -> None:
         return JSONResponse(served.describe())
 
     def health(_: Request) -> Response:
-        if served.dispatcher.is_alive:
+        if (problem := served.dispatcher.problem()) is None:
             return JSONResponse({"status": "ok"})
-        return JSONResponse({"status": "unhealthy", "reason": "the engine is dead"}, 503)
+        return JSONResponse({"status": "unhealthy", "reason": problem}, 503)
 
     def versions(_: Request) -> Response:
         return JSONResponse({"version": __version__, "transformers": version("transformers")})

@@ -100,23 +100,30 @@ class Answer:
         return StreamingResponse(self._events(), media_type="text/event-stream")
 
     async def _events(self) -> AsyncIterator[str]:
-        opening = self.endpoint.opening()
-        if opening is not None:
-            for choice in self.completion.choices:
-                yield self._event([{"index": choice.index, "finish_reason": None, **opening}])
+        opening = (
+            self._opening()
+        )  # comes with the first token: until then, another server may answer in this one's stead
         try:
             async for choice, delta in self.completion:
                 if delta.items or delta.logprobs or delta.finish_reason:
                     *pieces, last = self.endpoint.chunks(choice, delta, self._logprobs(delta))
                     for piece in pieces:
-                        yield self._event([{"index": choice.index, "finish_reason": None, **piece}])
-                    yield self._event([{"index": choice.index, "finish_reason": delta.finish_reason, **last}])
+                        yield opening + self._event([{"index": choice.index, "finish_reason": None, **piece}])
+                        opening = ""
+                    yield opening + self._event([{"index": choice.index, "finish_reason": delta.finish_reason, **last}])
+                    opening = ""
         except RequestError as error:
             yield f"data: {json.dumps(error.body)}\n\n"
             return
         if self.with_usage:
             yield self._event([], usage=self.completion.usage)
         yield "data: [DONE]\n\n"
+
+    def _opening(self) -> str:
+        if (opening := self.endpoint.opening()) is None:
+            return ""
+        openings = ({"index": choice.index, "finish_reason": None, **opening} for choice in self.completion.choices)
+        return "".join(self._event([one]) for one in openings)
 
     def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
         chunk = {**self.common, "object": self.endpoint.chunk_kind, "choices": choices, **more}

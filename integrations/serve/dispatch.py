@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from .sampling import OpenAIPenalties, Sampling
 
 #: answer length where the request names none, as in transformers serve; less where the model has no room for it
 DEFAULT_MAX_NEW_TOKENS = 1024
+
+#: a step that takes longer is taken for stuck: the slowest that were seen, long prefills without matrix units, took 20
+STUCK_SECONDS = 120.0
 
 Listener = Callable[[CbGenerationOutput], None]
 
@@ -113,6 +117,19 @@ class Dispatcher:
     @property
     def is_alive(self) -> bool:
         return self.manager.background_thread_status.fatal_error is None
+
+    def problem(self, stuck_seconds: float = STUCK_SECONDS) -> str | None:
+        """Why nobody is served here; None: all is well.
+
+        Args: stuck_seconds: a step that takes longer will not end.
+        """
+        if not self.is_alive:
+            return "the engine is dead"
+        processor = self.manager.batch_processor
+        since = None if processor is None else processor.engine.step_started
+        if since is not None and (seconds := time.perf_counter() - since) > stuck_seconds:
+            return f"the engine is stuck: a step began {seconds:.0f} s ago"
+        return None
 
     def shutdown(self) -> None:
         """Fail what still runs, and stop the engine."""

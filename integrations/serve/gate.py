@@ -30,6 +30,15 @@ access_log = logging.getLogger("lfm2_cb.serve.access")
 logger = logging.getLogger("lfm2_cb.serve")
 
 
+def show_access_log() -> None:
+    """On this process's stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    access_log.addHandler(handler)
+    access_log.setLevel(logging.INFO)
+    access_log.propagate = False
+
+
 class Journal:
     """ASGI middleware, the outermost: gives each request its id (the client's own, where it sends one), answers with
     it, logs the request once it is over, and answers whatever went wrong further in with a 500.

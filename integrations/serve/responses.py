@@ -78,15 +78,16 @@ class Responses:
         return ids_from(turns[first]) if first < len(turns) else ids
 
     async def _events(self, growing: GrowingResponse, completion: Completion) -> AsyncIterator[str]:
-        yield _as_text(growing.begin())
+        opening = _as_text(growing.begin())  # comes with the first token, as in completions
         try:
             async for _, delta in completion:
                 if events := [event for item in delta.items for event in growing.add(item)]:
-                    yield _as_text(events)
+                    yield opening + _as_text(events)
+                    opening = ""
         except RequestError as error:
-            yield _as_text(growing.fail(error))
+            yield opening + _as_text(growing.fail(error))
         else:
-            yield _as_text(growing.end(completion))
+            yield opening + _as_text(growing.end(completion))
 
 
 class GrowingResponse:

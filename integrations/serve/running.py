@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import signal
 import socket
 import sys
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from .app import build_app
-from .gate import access_log
+from .gate import show_access_log
 
 logger = transformers_logging.get_logger("transformers.lfm2_cb")
 
@@ -79,7 +78,7 @@ def serve_on(
         logger.warning(f"lfm2_cb: serving on {host} without an API key: whoever reaches it can use it")
     app = build_app(model, tokenizer, **options)
     if log_requests:
-        _show_access_log()
+        show_access_log()
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=shutdown_seconds)
     Server(config).run(sockets=[listener])
 
@@ -100,14 +99,6 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         raise OSError(f"cannot listen on {host}:{port}: {error}") from error
     return listener
-
-
-def _show_access_log() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    access_log.addHandler(handler)
-    access_log.setLevel(logging.INFO)
-    access_log.propagate = False
 
 
 def _say(message: str) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+from typing import Any
 
 from ..engine.config import EngineConfig
 from ..hf.manager_config import Lfm2CbBatchingConfig, check_config
-from .flags import UsageError, add_engine_flags, add_model_flags, engine_options, load_from
+from .flags import UsageError, add_engine_flags, add_model_flags, engine_options, load_from, positive
 
 #: where the key is taken from if it is not on the command line, which other users of a machine can read
 API_KEY_VARIABLE = "LFM2_CB_API_KEY"
@@ -35,6 +36,13 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         default=30,
         help="that running requests have to finish after SIGTERM or Ctrl-C (default: %(default)s)",
     )
+    add = parser.add_argument_group("fleet (needs the extra ray)").add_argument
+    add(
+        "--replicas", type=_replicas, default=1, help='engines behind one address, by Ray Serve; "2:8": as many as pay'
+    )
+    add("--address", help='of a Ray cluster to run on, as "auto" or "ray://HOST:10001" (default: one of this machine)')
+    add("--cpus-per-replica", type=float, default=1, help="cores, and threads, of each (default: %(default)s)")
+    add("--gpus-per-replica", type=float, default=0, help="of each (default: %(default)s)")
     add_engine_flags(parser, EngineConfig.for_server())
     sizes = parser.add_argument_group("cache size, instead of --cache-memory").add_mutually_exclusive_group()
     add = sizes.add_argument
@@ -54,6 +62,8 @@ def serve(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise UsageError(f"lfm2-cb serve needs the extra: pip install 'lfm2-cb[serve]' ({error})") from error
     sizes = {name: getattr(args, name) for name in ("num_blocks", "max_memory_percent")}
+    if args.replicas != 1 or args.address is not None:
+        return _serve_fleet(args, sizes)
     config = Lfm2CbBatchingConfig.from_engine(EngineConfig(**engine_options(args)), **sizes)
     check_config(config)  # this and the address first: before a model is loaded for nothing
     with server.bind(args.host, args.port) as listener:
@@ -72,3 +82,45 @@ def serve(args: argparse.Namespace) -> int:
             continuous_batching_config=config,
         )
     return 0
+
+
+def _serve_fleet(args: argparse.Namespace, sizes: dict[str, Any]) -> int:
+    try:
+        fleet = importlib.import_module("lfm2_cb.integrations.ray.serve")
+    except ImportError as error:
+        message = f"--replicas and --address need an extra: pip install 'lfm2-cb[ray,serve]' ({error})"
+        raise UsageError(message) from error
+    fleet.serve_fleet(
+        args.model,
+        host=args.host,
+        port=args.port,
+        address=args.address,
+        replicas=args.replicas,
+        cpus_per_replica=args.cpus_per_replica,
+        gpus_per_replica=args.gpus_per_replica,
+        name=args.name or args.model,
+        api_key=args.api_key or os.environ.get(API_KEY_VARIABLE),
+        cors_origins=args.cors_origin,
+        max_queue=args.max_queue,
+        max_request_bytes=args.max_request_bytes,
+        log_requests=args.access_log,
+        shutdown_seconds=args.shutdown_seconds,
+        dtype=args.dtype,
+        weights=args.weights,
+        device=args.device,
+        allow_pickle=args.allow_pickle,
+        trust_remote_code=args.trust_remote_code,
+        **sizes,
+        **engine_options(args),
+    )
+    return 0
+
+
+def _replicas(text: str) -> int | tuple[int, int]:
+    """A flag's type: a number, or the fewest and the most. Raises: argparse.ArgumentTypeError."""
+    fewest, colon, most = text.partition(":")
+    if not colon:
+        return positive(text)
+    if positive(fewest) > positive(most):
+        raise argparse.ArgumentTypeError(f"must be the fewest and the most, got {text!r}")
+    return positive(fewest), positive(most)

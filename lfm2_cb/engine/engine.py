@@ -71,6 +71,7 @@ class Engine:
         self._inbox: deque[list[Request]] = deque()
         self._cancelled: deque[Request] = deque()
         self._trace: Trace | None = None
+        self.step_started: float | None = None  # when the step under way began, for whoever watches over it
         if config.trace is not None:
             self.start_trace(config.trace)
 
@@ -152,6 +153,13 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Run one step and report every request that gained tokens or ended."""
+        self.step_started = time.perf_counter()
+        try:
+            return self._step()
+        finally:
+            self.step_started = None
+
+    def _step(self) -> list[StepOutput]:
         outputs = self._drain_inbox()
         self.speculation.draft(self.scheduler.running)
         rows = self.scheduler.schedule()
