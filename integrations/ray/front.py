@@ -30,6 +30,7 @@ from starlette.responses import JSONResponse, Response
 
 from lfm2_cb.loading import load_tokenizer
 from lfm2_cb.requests.prompts import tokenize
+from lfm2_cb.requests.tool_calls import CALL_END, CALL_START
 from lfm2_cb.scheduling.prefix_hashes import prefix_hashes
 
 from .fleet_metrics import FrontMetrics, merge_pages
@@ -79,7 +80,8 @@ class PromptReader:
     def __init__(self, options: FrontOptions) -> None:
         self._options = options
         self._tokenizer = load_tokenizer(options.model, options.trust_remote_code)
-        self._prompts = ChatPrompts(self._tokenizer, options.chat_template_kwargs)
+        has_markers = {CALL_START, CALL_END} <= {*self._tokenizer.get_vocab()}
+        self._prompts = ChatPrompts(self._tokenizer, options.chat_template_kwargs, writes_calls=has_markers)
 
     def aim(self, path: str, body: bytes) -> Aim:
         with suppress(Exception):

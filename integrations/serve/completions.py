@@ -110,7 +110,9 @@ class Answer:
                     for piece in pieces:
                         yield opening + self._event([{"index": choice.index, "finish_reason": None, **piece}])
                         opening = ""
-                    yield opening + self._event([{"index": choice.index, "finish_reason": delta.finish_reason, **last}])
+                    yield opening + self._event(
+                        [{"index": choice.index, "finish_reason": delta.finish_reason, **last}]
+                    )
                     opening = ""
         except RequestError as error:
             yield f"data: {json.dumps(error.body)}\n\n"
