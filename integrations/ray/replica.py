@@ -34,7 +34,7 @@ class ReplicaOptions:
     """How a replica loads its model, and serves it.
 
     Attributes:
-        engine: options of `EngineConfig`.
+        engine: options of `EngineConfig.for_server`.
         sizes: `num_blocks` or `max_memory_percent`, instead of the engine's `cache_memory`.
         server: options of `build_app`, but the key: the front has asked for it.
         stuck_seconds: a step that takes longer is stuck.
@@ -53,7 +53,7 @@ class ReplicaOptions:
 
     def config(self) -> Lfm2CbBatchingConfig:
         """Raises: ValueError, TypeError: an option that the engine does not take."""
-        return Lfm2CbBatchingConfig.from_engine(EngineConfig(**self.engine), **self.sizes)
+        return Lfm2CbBatchingConfig.from_engine(EngineConfig.for_server(**self.engine), **self.sizes)
 
 
 class Replica:

@@ -84,7 +84,7 @@ def build_deployment(
         upscale_delay_seconds, downscale_delay_seconds: how long the load has to ask for more or fewer replicas.
         log_requests: a line a request on the fronts' stderr.
         num_blocks, max_memory_percent: the cache's size instead of `cache_memory`, as in `Lfm2CbBatchingConfig`.
-        engine_options: of `EngineConfig`, by its names.
+        engine_options: of `EngineConfig.for_server`, by its names.
     Raises: ValueError, TypeError: an option out of range. OSError: no tokenizer there.
     """
     fewest, most = replicas if isinstance(replicas, tuple) else (replicas, replicas)
@@ -94,7 +94,9 @@ def build_deployment(
         raise ValueError("fronts, max_queue and max_request_bytes must be positive")
     load_tokenizer(model, trust_remote_code)  # what cannot be read is said before anything is started
     name = name or model
-    engine = EngineConfig(**engine_options)
+    engine = EngineConfig.for_server(**engine_options)
+    if engine.trace is not None:
+        raise ValueError("trace goes with one replica, and without Ray: several would write one file")
     options = ReplicaOptions(
         model=model,
         dtype=dtype,

@@ -148,6 +148,7 @@ def test_a_stuck_step_is_noticed(small_blocks):
         ({"replicas": 0}, "replicas must be 1 or more"),
         ({"replicas": (3, 2)}, "replicas must be 1 or more"),
         ({"fronts": 0}, "fronts, max_queue and max_request_bytes must be positive"),
+        ({"trace": "steps.json"}, "trace goes with one replica"),
         ({"block_size": 0}, "block_size must be a positive integer"),
     ],
 )
