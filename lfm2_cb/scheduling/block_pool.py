@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 #: content id of the empty prefix
@@ -35,7 +35,7 @@ class BlockPool:
 
     def __post_init__(self) -> None:
         self.blocks = [Block(i) for i in range(self.num_blocks)]
-        self._free: deque[int] = deque(range(self.num_blocks))
+        self._free = list(range(self.num_blocks))[::-1]  # the last is the next: memory that was used already, if any
         self._cached_free: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._index: dict[tuple[int, tuple[int, ...]], Block] = {}
         self._next_content_id = ROOT + 1
@@ -56,7 +56,7 @@ class BlockPool:
         Raises: IndexError: nothing is free (callers look at `num_free` first).
         """
         if self._free:
-            block = self.blocks[self._free.popleft()]
+            block = self.blocks[self._free.pop()]
         elif self._cached_free:
             block = self.blocks[self._cached_free.popitem(last=False)[0]]
             self._forget(block)

@@ -226,3 +226,18 @@ def test_cancelled_requests_do_not_pile_up_in_the_queue():
         if i:
             scheduler.finish(r, FinishReason.CANCELLED)
     assert len(scheduler.policy) == 1 and len(scheduler.policy._heap) < 200
+
+
+@pytest.mark.parametrize("forgotten", ["at once", "when told to"])
+def test_blocks_that_were_used_are_used_again_before_any_that_never_was(forgotten):
+    """Their memory is there; the system would have to clear other pages first."""
+    scheduler = make(prefix_caching=forgotten == "when told to")
+    used = []
+    for i in range(4):
+        scheduler.add(request(i, length=17 + i, new=1))
+        rows = scheduler.schedule()
+        used.append({block for row in rows for block in row.request.block_table})
+        advance(scheduler, rows)
+        scheduler.cache.clear()
+        scheduler.check_integrity()
+    assert used == [used[0]] * 4 and len(used[0]) == 5
