@@ -81,6 +81,9 @@ class ContinuousBatchingGenerator:
         cache_dtype: "int8" stores K/V in 8 bits, with a scale for each token and head: nearly twice the tokens of
             bf16 in the same `cache_memory`. That changes tokens. None: in the model's dtype.
         trace: a file that gets what each step does; as `trace()`, from the start until `close()`.
+        sparse_prefill: share of attention's mass, such as 0.95: blocks of a long prompt's queries attend only to the
+            blocks of keys that hold it, as estimated. That changes tokens, and pays for prompts of many thousands of
+            them. Answers' own tokens attend to all keys. None or 1: exact.
 
     Raises:
         TypeError: not an LFM2. UnsafeCheckpointError: a checkpoint of pickles. MemoryError: the cache cannot be
@@ -108,6 +111,7 @@ class ContinuousBatchingGenerator:
         weights: str | None = None,
         cache_dtype: str | None = EngineConfig.cache_dtype,
         trace: str | None = EngineConfig.trace,
+        sparse_prefill: float | None = EngineConfig.sparse_prefill,
     ) -> None:
         check_types({"seed": seed})
         config = EngineConfig(
@@ -122,6 +126,7 @@ class ContinuousBatchingGenerator:
             max_step_seconds=max_step_seconds,
             cache_dtype=cache_dtype,
             trace=trace,
+            sparse_prefill=sparse_prefill,
         )
         if isinstance(model, str):
             loaded = load_model(model, dtype, weights=weights)
@@ -174,7 +179,8 @@ class ContinuousBatchingGenerator:
                 `prefix_allowed_tokens_fn` and `tokenizer` (for stop strings; ours by default) among them.
                 `max_new_tokens` may be a list with one entry a prompt. Ours: `seed`; `logprobs=k`; `structured` (what
                 answers have to look like: a `Structured`, a JSON schema as a dict, or a pydantic class); `priority`
-                (higher first) and `use_prefix_cache`, these three for the call or as a list with one a prompt;
+                (higher first), `use_prefix_cache` and `sparse_prefill` (1: exact), these four for the call or as a
+                list with one a prompt;
                 `on_error="return"`: a prompt that cannot be run (empty, too long, not in the vocabulary) has an
                 output with its error, and the others run.
         Returns:

@@ -30,7 +30,12 @@ GENERATION_FLAGS: dict[str, type] = {
 
 
 #: what `generate()` takes beside generation options: objects, and what asks for more than an answer's text
-NO_PLACE = {field.name for field in dataclasses.fields(CallOptions)} - {"seed", "priority", "use_prefix_cache"}
+NO_PLACE = {field.name for field in dataclasses.fields(CallOptions)} - {
+    "seed",
+    "priority",
+    "use_prefix_cache",
+    "sparse_prefill",
+}
 NO_PLACE |= {"generation_config", "return_dict_in_generate", "output_scores", "output_logits"}
 
 

@@ -29,12 +29,19 @@ def describe(generator: ContinuousBatchingGenerator) -> str:
             f"cache          {plan}",
             f"               a block is {plan.bytes_per_block:,} bytes "
             f"({'with' if plan.checkpoints else 'without'} a conv checkpoint), a slot {plan.bytes_per_state:,}",
+            f"longest prompt {longest_prompt(generator):,} tokens, with one token of answer",
             f"at once        {generator.engine.scheduler.max_sequences} sequences, "
             f"{options.max_batch_tokens:,} tokens a step",
             f"memory         {(weights + plan.total_bytes) / mib:,.1f} MiB + one step's activations; "
             "the cache is committed as it is first used",
         ]
     )
+
+
+def longest_prompt(generator: ContinuousBatchingGenerator) -> int:
+    """Tokens of the longest prompt that the model has positions for and the cache room."""
+    plan = generator.engine.plan
+    return min(generator.model.config.max_position_embeddings - 1, plan.num_blocks * plan.block_size)
 
 
 def kernel_path(generator: ContinuousBatchingGenerator) -> str:

@@ -171,7 +171,7 @@ def _job_files(
     args: argparse.Namespace, source: Source, options: dict[str, Any], config: GenerationConfig | None
 ) -> JobFiles:
     output, result = Path(args.output), None
-    named = ("model", "dtype", "weights", "cache_dtype", "input", "column", "keep", "ordered")
+    named = ("model", "dtype", "weights", "cache_dtype", "sparse_prefill", "input", "column", "keep", "ordered")
     record = {
         **{name: getattr(args, name) for name in named},
         **{"model_files": describe_files(args.model), "input_identity": source.identity},

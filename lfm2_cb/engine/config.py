@@ -41,6 +41,8 @@ class EngineConfig:
             which is best for lists. A server's default is 0.2: 99 of 100 tokens then come within 0.25 s.
         cache_dtype: "int8" stores K/V in 8 bits; None: in the model's dtype.
         trace: a file that gets what each step does, as Chrome trace events ("{pid}" in its name: the process's id).
+        sparse_prefill: share of attention's mass, above 0 and up to 1, that prompts' queries cover, by blocks of keys;
+            None or 1: all keys. Calls may say otherwise.
     Raises: ValueError: an option out of range, by name.
     """
 
@@ -64,6 +66,9 @@ class EngineConfig:
     trace: str | None = _option(
         None, str, "write what each step does to this file, as Chrome trace events (lfm2-cb plot draws them)"
     )
+    sparse_prefill: float | None = _option(
+        None, float, "long prompts attend to blocks that hold this share of the mass, such as 0.95; default: to all"
+    )
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("max_batch_tokens", "max_sequences", "block_size")}
@@ -83,6 +88,7 @@ class EngineConfig:
             raise ValueError(f"cache_dtype must be 'int8' or None (the model's dtype), got {self.cache_dtype!r}")
         if self.trace is not None and (not isinstance(self.trace, (str, os.PathLike)) or not os.fspath(self.trace)):
             raise ValueError(f"trace must be the path of a file or None, got {self.trace!r}")
+        check_share("sparse_prefill", self.sparse_prefill)
 
     @classmethod
     def for_server(cls, **options: Any) -> EngineConfig:
@@ -94,6 +100,12 @@ class EngineConfig:
     def cache_bytes(self) -> int:
         """`cache_memory` in bytes."""
         return parse_bytes(self.cache_memory)
+
+
+def check_share(name: str, value: Any) -> None:
+    """Raises: ValueError: neither None nor a number above 0 and up to 1."""
+    if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1):
+        raise ValueError(f"{name} must be a number above 0 and up to 1, or None, got {value!r}")
 
 
 def parse_bytes(value: int | str) -> int:

@@ -14,6 +14,7 @@ from ..model.hybrid_cache import CachePlan, HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.placement import place_side_by_side
 from ..model.ragged_batch import RaggedBatch, Row
+from ..ops.attention.sparse import SparsePrefill
 from ..ops.kernel_set import KernelSet
 from ..ops.native import Arena, NativeKernels, lend
 from ..scheduling.cache_manager import Fork
@@ -134,4 +135,13 @@ class ModelRunner:
             row.restore_block,
             1 + row.num_drafts if row.samples else 0,
             row.num_drafts,
+            _sparse(row),
         )
+
+
+def _sparse(row: ScheduledRow) -> SparsePrefill | None:
+    """How a chunk of a prompt attends, where that is sparsely. From the prompt's last token on all is exact."""
+    share, last = row.request.sparse_prefill, row.request.num_prompt_tokens - 1
+    if share is None or row.num_tokens == 1 or row.start >= last:
+        return None
+    return SparsePrefill(share, last)

@@ -15,12 +15,14 @@ MIN_SAVED_TOKENS = 1024
 def shared_prefixes(rows: Sequence[ScheduledRow], block_size: int) -> list[tuple[list[int], int]]:
     """Groups of rows and how many of their first blocks they share; none of their queries lies in those.
 
-    Of groups within groups, those are taken that save most: sharing is used one level deep.
+    Those who attend sparsely share with nobody. Of groups within groups, those are taken that save most: sharing is
+    used one level deep.
     """
-    first = Counter(row.request.block_table[0] for row in rows if row.start >= block_size)
+    may_share = [i for i, row in enumerate(rows) if row.start >= block_size and row.request.sparse_prefill is None]
+    first = Counter(rows[i].request.block_table[0] for i in may_share)
     if not first or max(first.values()) < 2:
         return []
-    members = [i for i, row in enumerate(rows) if row.start >= block_size and first[row.request.block_table[0]] > 1]
+    members = [i for i in may_share if first[rows[i].request.block_table[0]] > 1]
     tables = [[*rows[i].request.block_table[: rows[i].start // block_size], 0] for i in members]  # 0: never shared
     root = build_prefix_tree(tables, block_size=1)
     groups = [group for child in root.children if isinstance(child, PrefixNode) for group in _best(child)[1]]

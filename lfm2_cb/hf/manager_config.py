@@ -29,6 +29,7 @@ class Lfm2CbBatchingConfig(ContinuousBatchingConfig):
     cache_dtype: str | None = EngineConfig.cache_dtype
     max_step_seconds: float | None = EngineConfig.max_step_seconds
     trace: str | None = EngineConfig.trace
+    sparse_prefill: float | None = EngineConfig.sparse_prefill
 
     @classmethod
     def from_engine(cls, options: EngineConfig, **more: Any) -> Lfm2CbBatchingConfig:
@@ -45,7 +46,7 @@ class Lfm2CbBatchingConfig(ContinuousBatchingConfig):
 
 
 #: what `Lfm2CbBatchingConfig` adds
-OURS = ("cache_memory", "policy", "drafting", "kernels", "cache_dtype", "max_step_seconds", "trace")
+OURS = ("cache_memory", "policy", "drafting", "kernels", "cache_dtype", "max_step_seconds", "trace", "sparse_prefill")
 
 #: fields that the engine or the manager follows
 HONOURED = {

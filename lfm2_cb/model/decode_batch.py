@@ -53,7 +53,7 @@ class DecodeBatch(RaggedBatch):
         self._filled = [tensor.numpy() for tensor in (*filled, self._read_rows, self._write_rows)]
         if shared:
             most = num_rows // 2  # groups
-            sizes = (most, 5), (most * max_blocks,), (num_rows,)
+            sizes = (most, 6), (most * max_blocks,), (num_rows,)
             sequences, blocks, tokens = (torch.zeros(size, dtype=torch.int64) for size in sizes)
             self._packed.prefixes = sequences, blocks, tokens
         self.fill(rows, shared)
@@ -102,7 +102,7 @@ class DecodeBatch(RaggedBatch):
         size, query, block = self.cache.plan.block_size, 0, 0
         sequences[:] = 0  # those left over have no queries
         for i, (group, num_blocks) in enumerate(shared):
-            sequences[i] = query, len(group), 0, num_blocks * size, block
+            sequences[i] = query, len(group), 0, num_blocks * size, block, -1
             tokens[query : query + len(group)] = group
             block_ids[block : block + num_blocks] = self.rows[group[0]].block_table[:num_blocks]
             query, block = query + len(group), block + num_blocks

@@ -11,6 +11,7 @@ import torch
 from ..ops.attention.cascade import SharedPrefix, cascade_attention, shared_blocks
 from ..ops.attention.packed import PackedSequences
 from ..ops.attention.reference import paged_attention
+from ..ops.attention.sparse import SparsePrefill
 from ..ops.kernel_set import REFERENCE, KernelSet
 from ..ops.native import NativeKernels
 from .hybrid_cache import HybridCache
@@ -28,6 +29,7 @@ class Row:
     restore_block: int | None = None  # begin from this block's conv checkpoint instead of the slot
     num_logits: int = 0  # how many of the last tokens need logits
     num_drafts: int = 0  # how many of the last tokens are guesses: their conv state is written by `commit_conv_state`
+    sparse: SparsePrefill | None = None  # how its queries attend; None: to all keys
 
 
 class RaggedBatch:
@@ -40,7 +42,7 @@ class RaggedBatch:
 
     Args:
         shared: groups of rows (by index) with the number of first blocks that they share, for attention to read
-            once; no row is in two, and all start beyond the shared blocks.
+            once; no row is in two, all start beyond the shared blocks, and none attends sparsely.
         kernels: what the layers compute with.
     """
 
@@ -80,6 +82,7 @@ class RaggedBatch:
             )
             for group, num_blocks in shared
         ]
+        self._sparse = [row.sparse for row in rows]
         self._packed = self._pack(kernels.native) if kernels.native is not None else None
         self._plan_conv(sequence, place, lengths)
 
@@ -105,7 +108,7 @@ class RaggedBatch:
     def _pack(self, native: NativeKernels) -> PackedSequences:
         size = self.cache.plan.block_size
         first_keys = [size * count for count in shared_blocks(self.shared_prefixes, len(self.rows))]
-        return PackedSequences(native, self.cu_seqlens, self.kv_lens, self.block_tables, first_keys)
+        return PackedSequences(native, self.cu_seqlens, self.kv_lens, self.block_tables, first_keys, self._sparse)
 
     def _plan_conv(self, sequence: np.ndarray, place: np.ndarray, lengths: np.ndarray) -> None:
         """Work out, once for all layers, which rows of "all states, then the packed inputs" are read for what."""
@@ -160,11 +163,11 @@ class RaggedBatch:
         keys, values = self.cache.keys[i], self.cache.values[i]
         whole = q, keys, values, self.cu_seqlens, self.kv_lens, self.block_tables, layer.scaling
         if self.shared_prefixes:
-            mixed = cascade_attention(*whole, self.shared_prefixes, packed=self._packed)
+            mixed = cascade_attention(*whole, self.shared_prefixes, packed=self._packed, sparse=self._sparse)
         elif self._packed is not None:
             mixed = self._packed.attend(q, keys, values, layer.scaling)
         else:
-            mixed = paged_attention(*whole)
+            mixed = paged_attention(*whole, self._sparse)
         return mixed.flatten(-2), None
 
     def convolve(self, layer: ConvLayer, bcx: torch.Tensor) -> torch.Tensor:

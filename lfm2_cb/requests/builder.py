@@ -121,6 +121,7 @@ class RequestBuilder:
                 priority=_of_prompt(call.priority, index),
                 params=self._params(index, sequence_seed(call.seed, number, i), number, ids, limit, padding, options),
                 use_prefix_cache=_of_prompt(call.use_prefix_cache, index),
+                sparse_prefill=self._sparse_prefill(_of_prompt(call.sparse_prefill, index)),
             )
             for i in range(config.num_return_sequences or 1)
         )
@@ -129,6 +130,11 @@ class RequestBuilder:
         for request in (first, *rest):
             request.draft_tracker = self._draft_tracker(config, call)
         return first
+
+    def _sparse_prefill(self, share: float | None) -> float | None:
+        """What a call says goes before what the engine does; to cover all mass is not to be sparse."""
+        share = self.engine.config.sparse_prefill if share is None else share
+        return None if share == 1 else share
 
     def _failed(self, index: int, ids: Sequence[int], options: GenerateOptions, error: Exception) -> Request:
         num_sequences = options.of_prompt(index).config.num_return_sequences or 1

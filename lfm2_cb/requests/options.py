@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from ..engine.config import check_share
 from .stock import (
     ResolvedConfig,
     options_set,
@@ -101,6 +102,7 @@ class CallOptions:
     seed: int = 0
     priority: int | Sequence[int] = 0  # higher runs first; one for the call, or one a prompt
     use_prefix_cache: bool | Sequence[bool] = True  # whether to reuse, and to leave, cached prefixes; as above
+    sparse_prefill: float | Sequence[float | None] | None = None  # of attention's mass; None: as the engine; as above
     structured: Any = None  # what answers look like: a compiled `Grammar`, or a list with one (or None) a prompt
     assistant_model: Any = None  # a smaller LFM2 of the same vocabulary, to guess tokens
     on_error: str = "raise"  # "return": a prompt that cannot be run has an output with its error, and others run
@@ -115,6 +117,9 @@ class CallOptions:
             for entry in value if isinstance(value, (list, tuple)) else [value]:
                 if not isinstance(entry, kind):
                     raise TypeError(f"{name} must be {kind.__name__}, or a list with one a prompt, got {value!r}")
+        shares = self.sparse_prefill
+        for share in shares if isinstance(shares, (list, tuple)) else [shares]:
+            check_share("sparse_prefill", share)
 
 
 @dataclass(frozen=True)
@@ -174,7 +179,7 @@ def resolve_options(
         if len(limits) != num_prompts:
             raise ValueError(f"max_new_tokens has {len(limits)} entries for {num_prompts} prompts")
         kwargs["max_new_tokens"] = max(limits, default=1)
-    for name in ("priority", "use_prefix_cache", "structured"):
+    for name in ("priority", "use_prefix_cache", "structured", "sparse_prefill"):
         value = getattr(call, name)
         if isinstance(value, (list, tuple)) and len(value) != num_prompts:
             raise ValueError(f"{name} has {len(value)} entries for {num_prompts} prompts")

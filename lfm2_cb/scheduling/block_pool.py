@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-#: content id of the empty prefix
-ROOT = 0
+#: what identifies a block's content with everything before it: numbers that are never used twice; of an empty prefix
+#: `ROOT`, or what says how its request computes where that is not as others do (`Request.root_content_id`)
+ContentId = int | tuple[object, ...]
+ROOT: ContentId = 0
 
 
 @dataclass(slots=True)
@@ -15,8 +17,8 @@ class Block:
 
     block_id: int
     ref_count: int = 0
-    key: tuple[int, tuple[int, ...]] | None = None  # (content id of the block before, this block's token ids)
-    content_id: int = ROOT
+    key: tuple[ContentId, tuple[int, ...]] | None = None  # (content id of the block before, this block's token ids)
+    content_id: ContentId = ROOT
     ready: bool = False
 
 
@@ -37,8 +39,8 @@ class BlockPool:
         self.blocks = [Block(i) for i in range(self.num_blocks)]
         self._free = list(range(self.num_blocks))[::-1]  # the last is the next: memory that was used already, if any
         self._cached_free: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._index: dict[tuple[int, tuple[int, ...]], Block] = {}
-        self._next_content_id = ROOT + 1
+        self._index: dict[tuple[ContentId, tuple[int, ...]], Block] = {}
+        self._next_content_id = 1
 
     @property
     def num_free(self) -> int:
@@ -86,11 +88,11 @@ class BlockPool:
             self._forget(block)
             self._free.append(block_id)
 
-    def lookup(self, parent_content_id: int, token_ids: tuple[int, ...]) -> Block | None:
+    def lookup(self, parent_content_id: ContentId, token_ids: tuple[int, ...]) -> Block | None:
         """The block that holds these tokens after that prefix, computed or about to be (`ready`)."""
         return self._index.get((parent_content_id, token_ids))
 
-    def register(self, block_id: int, parent_content_id: int, token_ids: tuple[int, ...], ready: bool) -> Block:
+    def register(self, block_id: int, parent_content_id: ContentId, token_ids: tuple[int, ...], ready: bool) -> Block:
         """Index an owned block's content. Where another block already holds it, that one is returned and stays."""
         key = (parent_content_id, token_ids)
         known, block = self._index.get(key), self.blocks[block_id]
@@ -100,7 +102,8 @@ class BlockPool:
         if known is not None and (known.ready or not ready):
             return known
         if known is None:
-            content_id, self._next_content_id = self._next_content_id, self._next_content_id + 1
+            content_id: ContentId = self._next_content_id
+            self._next_content_id += 1
         else:  # somebody's promise, and ours is computed: take its place and its identity
             content_id = known.content_id
             self._forget(known)

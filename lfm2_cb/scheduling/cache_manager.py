@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from .block_pool import ROOT, Block, BlockPool
+from .block_pool import ROOT, Block, BlockPool, ContentId
 from .request import Request
 
 
@@ -19,7 +19,7 @@ class PrefixMatch:
     """What the cache already holds of a request's tokens."""
 
     block_ids: list[int] = field(default_factory=list)  # computed, in order
-    content_id: int = ROOT  # of the last of them
+    content_id: ContentId = ROOT  # of the last of them
     pending: Block | None = None  # the last block beyond those that a running request is about to compute
 
 
@@ -56,10 +56,10 @@ class CacheManager:
 
     def match_prefix(self, request: Request) -> PrefixMatch:
         """The longest run of whole blocks known of the request's tokens; its last token is always left to compute."""
-        match = PrefixMatch()
+        match = PrefixMatch(content_id=request.root_content_id)
         if not self.prefix_caching or not request.use_prefix_cache:
             return match
-        parent = ROOT
+        parent = match.content_id
         for end in range(self.block_size, request.num_tokens, self.block_size):
             block = self.pool.lookup(parent, tuple(request.token_ids[end - self.block_size : end]))
             if block is None:
@@ -156,7 +156,7 @@ class CacheManager:
             self._free_slots.append(request.state_slot)
             request.state_slot = None
         request.num_computed_tokens = request.num_hashed_blocks = 0
-        request.last_content_id, request.restore_block = ROOT, None
+        request.last_content_id, request.restore_block = request.root_content_id, None
 
     def clear(self) -> None:
         """Forget all cached content, as when the weights have changed."""

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from .block_pool import ROOT, BlockPool
+from .block_pool import ROOT, BlockPool, ContentId
 
 #: bytes of a chained hash, and of what is told of it: with a million blocks in a fleet, one lookup in 4,000 is wrong
 CHAIN_BYTES, TOLD_BYTES = 8, 4
@@ -40,7 +40,7 @@ class PrefixSketch:
 
     def __init__(self, pool: BlockPool, max_blocks: int = 8192) -> None:
         self.pool, self.max_blocks = pool, max_blocks
-        self._chains: dict[int, bytes] = {ROOT: _start("")}  # by content id; those of the last reading are kept
+        self._chains: dict[ContentId, bytes] = {ROOT: _start("")}  # by content id; those of the last reading are kept
 
     def read(self) -> bytes:
         """Hashes as `unpack` takes them."""
@@ -53,7 +53,7 @@ class PrefixSketch:
         )
         return told.tobytes()
 
-    def _chain(self, content_id: int, keys: dict[int, tuple[int, tuple[int, ...]]]) -> bytes | None:
+    def _chain(self, content_id: ContentId, keys: dict[ContentId, tuple[ContentId, tuple[int, ...]]]) -> bytes | None:
         """None: a block before it is not there."""
         missing = []
         while content_id not in self._chains:

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+from .block_pool import ROOT, ContentId
+
 
 class RequestStatus(enum.Enum):
     WAITING = "waiting"
@@ -50,6 +52,7 @@ class Request:
     priority: int = 0  # higher runs first
     params: Any = None  # the engine's; opaque here
     use_prefix_cache: bool = True
+    sparse_prefill: float | None = None  # share of attention's mass that its prompt's queries cover; None: all
 
     forks: list[Request] = field(init=False, default_factory=list)  # siblings that start from this one's prompt
     fork_of: Request | None = field(init=False, default=None)
@@ -66,7 +69,7 @@ class Request:
     block_table: list[int] = field(default_factory=list)  # block_id of each block_size tokens
     state_slot: int | None = None
     num_hashed_blocks: int = 0  # leading blocks the prefix cache knows
-    last_content_id: int = 0  # content id of the last of those
+    last_content_id: ContentId = ROOT  # content id of the last of those
     restore_block: int | None = None  # block whose conv checkpoint the next step starts from
     arrival_order: int = 0
     queue_order: Any = None  # the policy's
@@ -83,6 +86,11 @@ class Request:
     def fail(self, error: BaseException) -> None:
         """End with an error, outside the scheduler: it never came there, or is gone from it."""
         self.status, self.finish_reason, self.error = RequestStatus.FINISHED, FinishReason.ERROR, error
+
+    @property
+    def root_content_id(self) -> ContentId:
+        """Of its empty prefix: what is computed sparsely is for those alone that compute as sparsely."""
+        return ROOT if self.sparse_prefill is None else ("sparse_prefill", self.sparse_prefill)
 
     @property
     def num_tokens(self) -> int:

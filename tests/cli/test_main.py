@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -168,7 +169,11 @@ def test_info_and_bench(capsys):
     said = capsys.readouterr().out
     for part in ("Lfm2CbForCausalLM", "torch.float32, cpu", "blocks of 64 tokens", "4 short convolution", "kernels"):
         assert part in said
-    assert f"kernels        {expected_kernels()}" in said
+    assert f"kernels        {expected_kernels()}" in said and "longest prompt 4,095 tokens, with one" in said
+    small = ["info", MODEL, "--dtype", "float32", "--cache-memory", "2MiB", "--max-sequences", "4"]
+    assert main(small) == 0  # the cache is what limits it
+    (blocks,) = re.findall(r"= ([\d,]+) blocks of 64 tokens \(([\d,]+) tokens", said := capsys.readouterr().out)
+    assert f"longest prompt {blocks[1]} tokens" in said
     assert main(["info", MODEL, "--cache-memory", "64MiB", "--kernels", "torch", "--cache-dtype", "int8"]) == 0
     said = capsys.readouterr().out
     assert "kernels        torch\n" in said and "tokens in int8)" in said

@@ -70,6 +70,7 @@ CASES = {
 MARKS = {
     "priority": (5, lambda request: request.priority == 5),
     "use_prefix_cache": (False, lambda request: not request.use_prefix_cache),
+    "sparse_prefill": (0.5, lambda request: request.sparse_prefill == 0.5),
     "logprobs": (2, lambda request: request.params.trace.num_logprobs == 2),
     "prompt_lookup_num_tokens": (4, lambda request: request.draft_tracker.max_tokens == 4),
     "assistant_model": (None, lambda request: type(request.draft_tracker.drafter).__name__ == "AssistantModel"),

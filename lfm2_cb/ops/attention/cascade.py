@@ -13,7 +13,8 @@ import torch
 
 from .kv_blocks import KVBlocks, gather
 from .packed import PackedSequences, SharedPrefix
-from .reference import causal_attention
+from .reference import attend_alone
+from .sparse import SparsePrefill
 
 #: queries that attend to a prefix at once, so that their scores stay small beside the cache
 QUERY_CHUNK = 256
@@ -30,10 +31,12 @@ def cascade_attention(
     prefixes: Sequence[SharedPrefix],
     *,
     packed: PackedSequences | None = None,
+    sparse: Sequence[SparsePrefill | None] | None = None,
 ) -> torch.Tensor:
     """What `paged_attention` computes, with each shared prefix read once. Arguments as there.
 
-    Args: packed: the sequences for the native kernel, with the shared keys left out; None: the torch reference.
+    Args: packed: the sequences for the native kernel, with the shared keys left out; None: the torch reference, which
+        needs `sparse`: as in `paged_attention`, for sequences that share nothing.
     """
     num_shared = shared_blocks(prefixes, len(kv_lens))
     if packed is not None:
@@ -51,9 +54,13 @@ def cascade_attention(
             own, num_keys = block_tables[i][num_shared[i] :], kv_len - num_shared[i] * key_cache.shape[2]
             k, v = gather(key_cache, own, num_keys), gather(value_cache, own, num_keys)
             if num_shared[i]:
-                near[start:end], lse[start:end] = attention_with_lse(q[start:end], k, v, scaling, causal=True)
+                before = num_keys - (end - start)
+                for a in range(start, end, QUERY_CHUNK):
+                    b = min(a + QUERY_CHUNK, end)
+                    seen = before + b - start
+                    near[a:b], lse[a:b] = attention_with_lse(q[a:b], k[:seen], v[:seen], scaling, causal=True)
             else:
-                out[start:end] = causal_attention(q[start:end], k, v, scaling)
+                out[start:end] = attend_alone(q[start:end], k, v, scaling, sparse[i] if sparse else None)
     for prefix in prefixes:
         num_keys = len(prefix.block_ids) * key_cache.shape[2]
         k, v = gather(key_cache, prefix.block_ids, num_keys), gather(value_cache, prefix.block_ids, num_keys)

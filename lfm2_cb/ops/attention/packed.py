@@ -9,6 +9,7 @@ chunk of one query gives, in its last bits, not what a longer chunk gives for th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,12 +18,15 @@ import torch
 from ..native import NativeKernels, empty
 from .kv_blocks import Int8Blocks, KVBlocks, gather
 from .reference import causal_attention
+from .sparse import SparsePrefill, block_mass, choose_blocks, num_blocks
 
 #: without matrix units, a sequence with more queries and more keys than these is gathered and goes through SDPA.
 #: Measured with AVX2: with up to 1,024 keys the kernel is 1.0 to 2 × as fast, with 1,536 0.8 to 1.25 ×, with 2,048 and
 #: more 0.7 to 0.9 ×. The kernel's result for a row does not depend on how a prompt is cut into chunks, SDPA's does, in
 #: its last bits.
 SDPA_QUERIES, SDPA_KEYS = 64, 1024
+#: with more keys than these nothing is gathered, so that memory does not grow with the prompt
+MOST_SDPA_KEYS = 16384
 #: instruction sets for which `decode_attention.cpp` is compiled, `prefill_attention.cpp`, and the shapes they take
 PAIR_ISAS, TILE_ISAS = frozenset(("avx512bf16", "amx")), frozenset(("amx",))
 HEAD_DIMS, MOST_HEADS, KEY_ALIGNMENT = (64, 128), 8, 16
@@ -43,18 +47,39 @@ class SharedPrefix:
     tokens: torch.Tensor
 
 
+@dataclass(frozen=True)
+class SparseSequence:
+    """A sequence that has lists of blocks: which queries, and which of the chunks it is."""
+
+    how: SparsePrefill
+    tokens: slice
+    num_keys: int
+    block_ids: torch.Tensor
+    chunk: int
+
+    @property
+    def num_queries(self) -> int:
+        return self.tokens.stop - self.tokens.start
+
+    @property
+    def num_blocks(self) -> tuple[int, int]:
+        return num_blocks(self.num_queries, self.num_keys)
+
+
 class PackedSequences:
     """Where the sequences of a step lie, as the kernel reads it: made once, for all layers.
 
     Args:
         cu_seqlens, kv_lens, block_tables: as in `paged_attention`.
         first_keys: for each sequence how many of its first keys to leave out; none where absent.
+        sparse: for each sequence how its queries attend to its keys, none of which is left out; None: to all.
 
     Attributes:
-        sequences: int64 `[sequences, 5]`, each's first query, queries, first key, keys, first of its block ids. Those
-            of one query come first, in the order given, then the others; without those that go through SDPA.
+        sequences: int64 `[sequences, 6]`, each's first query, queries, first key, keys, first of its block ids, and
+            where its lists of blocks begin (-1: none). Those of one query come first, in the order given, then the
+            others; without those that go through SDPA.
         block_ids: int64, of all sequences, one after another.
-        prefixes: int64 tensors that say the same of shared prefixes, whose queries see all keys: `[prefixes, 5]`,
+        prefixes: int64 tensors that say the same of shared prefixes, whose queries see all keys: `[prefixes, 6]`,
             block ids, and the queries' tokens; made when first asked for.
     """
 
@@ -65,6 +90,7 @@ class PackedSequences:
         kv_lens: Sequence[int],
         block_tables: Sequence[torch.Tensor],
         first_keys: Sequence[int] | None = None,
+        sparse: Sequence[SparsePrefill | None] | None = None,
     ) -> None:
         self._native = native
         self.prefixes: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -73,20 +99,27 @@ class PackedSequences:
         decodes: list[tuple[int, ...]] = []
         chunks: list[tuple[int, ...]] = []
         long: list[tuple[int, ...]] = []
-        first_block = 0
+        self._sparse: list[SparseSequence] = []
+        first_block, num_listed = 0, 0
         for i, (kv_len, blocks) in enumerate(zip(kv_lens, block_tables, strict=True)):
             start, end, first = cu_seqlens[i], cu_seqlens[i + 1], first_keys[i] if first_keys else 0
-            group = decodes if end - start == 1 else chunks
-            if end - start > SDPA_QUERIES and kv_len > SDPA_KEYS and not first:
+            group, lists = decodes if end - start == 1 else chunks, -1
+            if sparse and (how := sparse[i]) is not None:
+                lists = num_listed
+                self._sparse.append(SparseSequence(how, slice(start, end), kv_len, blocks, len(chunks)))
+                num_listed += math.prod(num_blocks(end - start, kv_len))
+            elif end - start > SDPA_QUERIES and SDPA_KEYS < kv_len <= MOST_SDPA_KEYS and not first:
                 self._long.append((slice(start, end), blocks, kv_len))
                 group = long
-            group.append((start, end - start, first, kv_len, first_block))
+            group.append((start, end - start, first, kv_len, first_block, lists))
             first_block += len(blocks)
         self._aligned = not first_keys or not any(first % KEY_ALIGNMENT for first in first_keys)
-        table = torch.tensor(decodes + chunks + long, dtype=torch.int64).reshape(-1, 5)
+        table = torch.tensor(decodes + chunks + long, dtype=torch.int64).reshape(-1, 6)
         self.sequences = table[: len(decodes) + len(chunks)]
         self._decodes, self._chunks = self.sequences.split((len(decodes), len(chunks)))
         self._all_chunks = table[len(decodes) :]
+        self._num_listed = num_listed
+        self._sparse_table = self._chunks[[row.chunk for row in self._sparse]]
 
     def attend(self, q: torch.Tensor, key_cache: KVBlocks, value_cache: KVBlocks, scaling: float) -> torch.Tensor:
         """As `paged_attention`: q `[tokens, heads, head_dim]` fp32 or bf16, as the cache is unless that is in 8 bits.
@@ -119,6 +152,7 @@ class PackedSequences:
         if q.stride()[1:] != (head_dim, 1):
             q = q.contiguous()
         sizes = heads, keys.shape[1], head_dim, keys.shape[2], q.stride(0)
+        taken = self._choose_blocks(q, keys, scaling) if self._sparse else None
         in_bf16, to_fp32 = int(q.dtype == torch.bfloat16), int(out.dtype == torch.float32)
 
         def run(kernel: str, sequences: torch.Tensor, *args: torch.Tensor | int | float | None) -> None:
@@ -126,7 +160,7 @@ class PackedSequences:
                 self._native.call(kernel, q, *stored, sequences, self.block_ids, *args)
 
         def run_paged(sequences: torch.Tensor) -> None:
-            run("paged_attention", sequences, out, lse, len(sequences), *sizes, in_bf16, to_fp32, scaling)
+            run("paged_attention", sequences, taken, out, lse, len(sequences), *sizes, in_bf16, to_fp32, scaling)
 
         decodes, all_chunks = self._decodes, self._all_chunks
         if not self._suits_bf16_kernels(q, keys, PAIR_ISAS):
@@ -134,13 +168,34 @@ class PackedSequences:
         else:
             run("decode_attention", decodes, out, lse, len(decodes), *sizes, to_fp32, scaling)
             if self._native.isa in TILE_ISAS:
-                size, causal = (len(all_chunks), *sizes), 1
-                run("prefill_attention", all_chunks, None, None, None, out, lse, *size, to_fp32, causal, scaling)
+                tensors, causal = (taken, None, None, None, out, lse), 1
+                run("prefill_attention", all_chunks, *tensors, len(all_chunks), *sizes, to_fp32, causal, scaling)
                 return
             run_paged(self._chunks)
         for tokens, blocks, kv_len in self._long:
             k, v = gather(keys, blocks, kv_len), gather(values, blocks, kv_len)
             out[tokens] = causal_attention(q[tokens], k, v, scaling)
+
+    def _choose_blocks(self, q: torch.Tensor, keys: KVBlocks, scaling: float) -> torch.Tensor:
+        """The lists of the sequences that have some, as `csrc/attention/sequence.h` says: uint8, 1 where a block is
+        attended to."""
+        _, heads, head_dim = q.shape
+        _, kv_heads, block_size, _ = keys.shape
+        if self._suits_bf16_kernels(q, keys, TILE_ISAS):
+            mass = torch.zeros(self._num_listed * kv_heads)
+            stored = (keys.values, keys.scale) if isinstance(keys, Int8Blocks) else (keys, None)
+            sizes = len(self._sparse), heads, kv_heads, head_dim, block_size, q.stride(0)
+            self._native.call("block_mass", q, *stored, self._sparse_table, self.block_ids, mass, *sizes, scaling)
+            masses = list(mass.split([math.prod(row.num_blocks) * kv_heads for row in self._sparse]))
+        else:
+            masses = [
+                block_mass(q[row.tokens], gather(keys, row.block_ids, row.num_keys), scaling) for row in self._sparse
+            ]
+        lists = [
+            choose_blocks(mass.view(kv_heads, *row.num_blocks), row.how, row.num_queries, row.num_keys)
+            for row, mass in zip(self._sparse, masses, strict=True)
+        ]
+        return torch.cat([chosen.flatten() for chosen in lists]).view(torch.uint8)
 
     def attend_shared(
         self,
@@ -169,16 +224,17 @@ class PackedSequences:
             rows, query, block = [], 0, 0
             for prefix in prefixes:
                 num_queries, num_blocks = len(prefix.tokens), len(prefix.block_ids)
-                rows.append((query, num_queries, 0, num_blocks * block_size, block))
+                rows.append((query, num_queries, 0, num_blocks * block_size, block, -1))
                 query, block = query + num_queries, block + num_blocks
             block_ids, tokens = (torch.cat([getattr(p, name) for p in prefixes]) for name in ("block_ids", "tokens"))
             self.prefixes = torch.tensor(rows, dtype=torch.int64), block_ids, tokens
+        sequences, block_ids, tokens = self.prefixes
         out = empty(q.shape, q.dtype)
         self._native.call("to_bf16", near[0], out, len(q), heads * head_dim)
         self._native.call(
             "prefill_attention",
-            *(q, *stored, *self.prefixes, *near, out, None),
-            *(len(self.prefixes[0]), heads, kv_heads, head_dim, block_size, q.stride(0), 0, 0, scaling),
+            *(q, *stored, sequences, block_ids, None, tokens, *near, out, None),
+            *(len(sequences), heads, kv_heads, head_dim, block_size, q.stride(0), 0, 0, scaling),
         )
         return out
 

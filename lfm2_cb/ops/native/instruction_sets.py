@@ -33,5 +33,5 @@ ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "avxvnni": ("avx2", ("low_bit.cpp", "low_bit_experts.cpp", "features.cpp")),
     "vnni": ("avx512", ("low_bit.cpp", "low_bit_experts.cpp", "features.cpp")),
     "avx512bf16": ("vnni", ("decode_attention.cpp", "pointwise.cpp", "features.cpp")),
-    "amx": ("avx512bf16", (*EMULATED["amx"], "prefill_attention.cpp", "features.cpp")),
+    "amx": ("avx512bf16", (*EMULATED["amx"], "prefill_attention.cpp", "block_mass.cpp", "features.cpp")),
 }

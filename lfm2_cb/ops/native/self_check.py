@@ -59,20 +59,22 @@ def attention_is_right(kernels: NativeKernels) -> bool:
     scales = torch.rand(shape, generator=generator).div_(64).bfloat16()
     for kernel, length, tokens, flags in (
         ("decode_attention", 1, (), ()),
-        ("prefill_attention", 19, (None,) * 3, (1,)),
+        ("prefill_attention", 19, (None,) * 4, (1,)),
     ):
         if not kernels.address(kernel):
             continue
         lengths = [min(length, n) for n in num_keys]
         first = [sum(lengths[:i]) for i in range(len(lengths))]
-        sequences = torch.tensor([[*row] for row in zip(first, lengths, [0] * 3, num_keys, starts, strict=True)])
+        sequences = torch.tensor(
+            [[*row] for row in zip(first, lengths, [0] * 3, num_keys, starts, [-1] * 3, strict=True)]
+        )
         q = torch.randn(sum(lengths), heads, dim, generator=generator).bfloat16()
         sizes = len(sequences), heads, kv_heads, dim, size, heads * dim
         for caches in ((*in_bf16, None, None), (*in_8_bits, *scales)):
             out, expected = q.new_full((2, *q.shape), torch.nan)
             kernels.call(kernel, q, *caches, sequences, block_ids, *tokens, out, None, *sizes, 0, *flags, 0.125)
             others = kernels.without(kernels.isa)
-            others.call("paged_attention", q, *caches, sequences, block_ids, expected, None, *sizes, 1, 0, 0.125)
+            others.call("paged_attention", q, *caches, sequences, block_ids, None, expected, None, *sizes, 1, 0, 0.125)
             if not ((out - expected).abs() <= 0.02 * expected.abs().amax(-1, keepdim=True)).all():
                 return False
     return True

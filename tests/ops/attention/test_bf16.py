@@ -21,7 +21,7 @@ from lfm2_cb.ops.native.self_check import addition_is_right, attention_is_right
 
 COMPILER = shutil.which(torch.utils.cpp_extension.get_cxx_compiler())
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-SOURCES = ("decode_attention.cpp", "prefill_attention.cpp")
+SOURCES = ("decode_attention.cpp", "prefill_attention.cpp", "block_mass.cpp")
 
 
 class Heard(NativeKernels):
@@ -301,7 +301,7 @@ def test_the_check_at_load_sees_what_is_wrong(kernels):
         def call(self, name, *args):
             super().call(name, *args)
             if name == self.wrong:
-                out = args[{"decode_attention": 7, "prefill_attention": 10}[name]]
+                out = args[{"decode_attention": 7, "prefill_attention": 11}[name]]
                 out[-1, -1, -1] += self.error * out.abs().max()
 
     wrong = Wrong(kernels.isa, kernels.emulated)

@@ -4,7 +4,8 @@
 // go together, so each key is loaded once for them), one kv head, and a span of the keys. The cuts depend on the
 // sequence alone, so neither its batch mates nor the number of threads changes a bit of the result. Within an item an
 // online softmax goes over the keys (Milakov & Gimelshein, arXiv 1805.02867); the spans of a long sequence are merged
-// by their sums of exponentials, as in flash decoding (Dao et al., 2023). Everything is accumulated in fp32.
+// by their sums of exponentials, as in flash decoding (Dao et al., 2023). Everything is accumulated in fp32. Where there
+// are tiles enough for all threads, an item has all spans, in turn, so that no partial results need be kept.
 #include "attention/sequence.h"
 #include "core/prefetch.h"
 
@@ -16,7 +17,8 @@ namespace {
 
 constexpr int ROWS = 16;   // rows of an item
 constexpr int TILE = 64;   // keys whose scores are taken at once
-constexpr int SPAN = 512;  // keys of an item
+constexpr int SPAN = 512;  // keys of a span
+constexpr int MANY_ITEMS = 128;  // for any number of threads
 
 inline int64_t num_spans(const Sequence& s) { return ceil_div(s.num_keys - s.first_key, SPAN); }
 
@@ -25,6 +27,7 @@ struct Problem {
     const bf16 *key_scales, *value_scales;  // of keys and values in 8 bits, one a row
     const Sequence* sequences;
     const int64_t* block_ids;
+    const uint8_t* taken;  // the sequences' lists of blocks, or null
     void* out;
     float* lse;
     int64_t heads, kv_heads, group, dim, padded_dim, block_size, q_stride;
@@ -33,6 +36,10 @@ struct Problem {
 
     int64_t rows_of(const Sequence& s) const { return s.num_queries * group; }
     int64_t num_tiles(const Sequence& s) const { return (rows_of(s) + ROWS - 1) / ROWS; }
+    // Spans of the keys whose partial results are kept to be merged; 1: an item has all keys.
+    int64_t num_partials(const Sequence& s) const {
+        return num_tiles(s) * kv_heads >= MANY_ITEMS ? 1 : num_spans(s);
+    }
 };
 
 // Of the keys and values of a tile.
@@ -42,7 +49,7 @@ struct Scales {
 
 struct Item {
     int32_t sequence, tile, head, span;
-    int64_t partial;  // which of the partial results is its own; -1: it is the whole result
+    int64_t partial;  // which of the partial results is its own; -1: it is the whole result, of all spans
 };
 
 // (gcc does not find these instructions in a vector conversion.)
@@ -215,7 +222,7 @@ struct Tile {
 // T: what q is in; C: what the cache is in.
 // memory: floats for q [ROWS][padded_dim], and for a tile of keys and one of values, [TILE][padded_dim] each.
 template <class T, class C>
-void attend(const Problem& p, const Item& item, const State& state, float* memory) {
+void attend(const Problem& p, const Item& item, int64_t span, const State& state, float* memory) {
     const Sequence& s = p.sequences[item.sequence];
     const int64_t dim = p.padded_dim, first_row = item.tile * ROWS;
     const int rows = p.rows_of(s) - first_row < ROWS ? p.rows_of(s) - first_row : ROWS;
@@ -231,14 +238,21 @@ void attend(const Problem& p, const Item& item, const State& state, float* memor
     memset(state.mixed, 0, ROWS * dim * sizeof(float));
 
     const bool repack = p.dim != dim || (sizeof(C) < 4 && rows > 4);
-    const int64_t start = s.first_key + item.span * SPAN;
+    const int64_t start = s.first_key + span * SPAN;
     const int64_t end = start + SPAN < seen[rows - 1] ? start + SPAN : seen[rows - 1];
+    const uint8_t* taken = block_list(p.taken, s, p.kv_heads, item.head, first_row / p.group / QUERY_BLOCK);
+    auto next_taken = [&](int64_t first) {
+        while (first < end && !takes(taken, (first - s.first_key) / KEY_BLOCK)) first += TILE;
+        return first;
+    };
     Tile<C> tiles[2];
-    if (start < end) tiles[0].locate(p, s, item.head, start, end);
-    for (int64_t first = start, i = 0; first < end; first += TILE, i ^= 1) {
+    int64_t following = next_taken(start);
+    if (following < end) tiles[0].locate(p, s, item.head, following, end);
+    for (int64_t first = following, i = 0; first < end; first = following, i ^= 1) {
         const Tile<C>&tile = tiles[i], *next = nullptr;
         const Scales* scales = sizeof(C) == 1 ? &tile.scales : nullptr;
-        if (first + TILE < end) tiles[i ^ 1].locate(p, s, item.head, first + TILE, end), next = &tiles[i ^ 1];
+        following = next_taken(first + TILE);
+        if (following < end) tiles[i ^ 1].locate(p, s, item.head, following, end), next = &tiles[i ^ 1];
         int visible[ROWS];
         for (int r = 0; r < rows; r++) visible[r] = seen[r] - first < tile.n ? seen[r] - first : tile.n;
         if (!repack) {
@@ -257,21 +271,16 @@ void attend(const Problem& p, const Item& item, const State& state, float* memor
     }
 }
 
-// Merge `count` partial states into the first of them.
-void merge(float* partials, int64_t count, int64_t dim) {
-    const int64_t size = State::size(dim);
-    State whole(partials);
-    for (int64_t i = 1; i < count; i++) {
-        State part(partials + i * size);
-        for (int r = 0; r < ROWS; r++) {
-            if (part.max[r] == -INFINITY) continue;  // also the rows that are not there
-            float max = whole.max[r] > part.max[r] ? whole.max[r] : part.max[r];
-            float a = expf(whole.max[r] - max), b = expf(part.max[r] - max);
-            whole.max[r] = max;
-            whole.sum[r] = a * whole.sum[r] + b * part.sum[r];
-            for (int64_t i = r * dim; i < (r + 1) * dim; i += W)
-                store(whole.mixed + i, load(whole.mixed + i) * a + load(part.mixed + i) * b);
-        }
+// Bring what was found among some keys to what was found among others.
+void merge(const State& whole, const State& part, int64_t dim) {
+    for (int r = 0; r < ROWS; r++) {
+        if (part.max[r] == -INFINITY) continue;  // also the rows that are not there
+        float max = whole.max[r] > part.max[r] ? whole.max[r] : part.max[r];
+        float a = expf(whole.max[r] - max), b = expf(part.max[r] - max);
+        whole.max[r] = max;
+        whole.sum[r] = a * whole.sum[r] + b * part.sum[r];
+        for (int64_t i = r * dim; i < (r + 1) * dim; i += W)
+            store(whole.mixed + i, load(whole.mixed + i) * a + load(part.mixed + i) * b);
     }
 }
 
@@ -280,12 +289,21 @@ void run(const Problem& p, const Item* items, int64_t num_items, float* partials
          int64_t num_threads) {
     const int64_t dim = p.padded_dim, size = State::size(dim);
     parallel(num_items, 1, num_threads, [&](const Tasks& tasks) {
-        float* memory = (float*)calloc(size + (ROWS + 2 * TILE) * dim, sizeof(float));
-        for (Range item; tasks.take(item);) {
-            const int64_t i = item.begin;
-            State state(items[i].partial < 0 ? memory : partials + items[i].partial * size);
-            attend<T, C>(p, items[i], state, memory + size);
-            if (items[i].partial < 0) finish<T>(p, items[i], state);
+        float* memory = (float*)calloc(2 * size + (ROWS + 2 * TILE) * dim, sizeof(float));
+        const State whole(memory), part(memory + size);
+        float* rest = memory + 2 * size;
+        for (Range range; tasks.take(range);) {
+            const Item& item = items[range.begin];
+            if (item.partial >= 0) {
+                attend<T, C>(p, item, item.span, State(partials + item.partial * size), rest);
+                continue;
+            }
+            attend<T, C>(p, item, 0, whole, rest);
+            for (int64_t span = 1; span < num_spans(p.sequences[item.sequence]); span++) {
+                attend<T, C>(p, item, span, part, rest);
+                merge(whole, part, dim);
+            }
+            finish<T>(p, item, whole);
         }
         free(memory);
     });
@@ -293,7 +311,8 @@ void run(const Problem& p, const Item* items, int64_t num_items, float* partials
         parallel_for(num_items, num_threads, [&](int64_t i) {
             if (items[i].partial < 0 || items[i].span > 0) return;
             float* first = partials + items[i].partial * size;
-            merge(first, num_spans(p.sequences[items[i].sequence]), dim);
+            for (int64_t span = 1; span < p.num_partials(p.sequences[items[i].sequence]); span++)
+                merge(State(first), State(first + span * size), dim);
             finish<T>(p, items[i], State(first));
         });
 }
@@ -301,25 +320,26 @@ void run(const Problem& p, const Item* items, int64_t num_items, float* partials
 }  // namespace
 
 // q [tokens, heads, dim], q_stride values from token to token; keys, values [blocks, kv_heads, block_size, dim];
-// sequences [num_sequences] of the struct above; block_ids of all, one after another. out [tokens, heads, dim] in fp32
-// or q's dtype; lse [tokens, heads] or null. Only the sequences' tokens are written. q, keys, values: fp32 or all bf16;
-// or keys and values int8, where they have scales, [blocks, kv_heads, block_size] each, else null.
+// sequences [num_sequences] of the struct in sequence.h; block_ids of all, one after another; taken: the lists of blocks
+// of those sequences that have some. out [tokens, heads, dim] in fp32 or q's dtype; lse [tokens, heads] or null. Only
+// the sequences' tokens are written. q, keys, values: fp32 or all bf16; or keys and values int8, where they have scales,
+// [blocks, kv_heads, block_size] each, else null.
 KERNEL(paged_attention)(
     const void* q, const void* keys, const void* values, const bf16* key_scales, const bf16* value_scales,
-    const Sequence* sequences, const int64_t* block_ids, void* out, float* lse, int64_t num_sequences, int64_t heads,
-    int64_t kv_heads, int64_t dim, int64_t block_size, int64_t q_stride, int64_t is_bf16, int64_t out_is_float,
-    double scaling, int64_t num_threads) {
-    Problem p = {q, keys, values, key_scales, value_scales, sequences, block_ids, out, lse, heads, kv_heads,
+    const Sequence* sequences, const int64_t* block_ids, const uint8_t* taken, void* out, float* lse,
+    int64_t num_sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, int64_t q_stride,
+    int64_t is_bf16, int64_t out_is_float, double scaling, int64_t num_threads) {
+    Problem p = {q, keys, values, key_scales, value_scales, sequences, block_ids, taken, out, lse, heads, kv_heads,
                  heads / kv_heads, dim, (dim + W - 1) / W * W, block_size, q_stride, (float)scaling, out_is_float != 0};
     int64_t num_items = 0, num_partials = 0, work = 0;
     for (int64_t s = 0; s < num_sequences; s++) {
-        num_items += p.num_tiles(sequences[s]) * kv_heads * num_spans(sequences[s]);
+        num_items += p.num_tiles(sequences[s]) * kv_heads * p.num_partials(sequences[s]);
         work += p.num_tiles(sequences[s]) * kv_heads * (sequences[s].num_keys - sequences[s].first_key) * dim;
     }
     Item* items = (Item*)malloc(num_items * sizeof(Item));
     Item* next = items;
     for (int32_t s = 0; s < num_sequences; s++) {
-        const int64_t spans = num_spans(sequences[s]);
+        const int64_t spans = p.num_partials(sequences[s]);
         for (int32_t tile = 0; tile < p.num_tiles(sequences[s]); tile++)
             for (int32_t head = 0; head < kv_heads; head++)
                 for (int32_t span = 0; span < spans; span++)

@@ -10,20 +10,22 @@
 // rounded too, and where few keys have all the weight, errors are up to a fifth larger than SDPA's.) The rounded
 // weights are what is summed.
 //
+// A sequence may say which blocks of 64 keys a block of its queries attends to: the span is then made of the blocks that
+// any of the item's rows takes, and each two tiles go over their own. Without, all blocks are taken, in the same way.
+//
 // Keys are cut from the first on, sums are taken in their order, and what a row does not see adds zeros: so a row's
 // result depends neither on the rows beside it, hence on how a prompt is cut into chunks, nor on the number of
 // threads.
 #if defined(__AMX_BF16__) || defined(EMULATED)
-#include "arch/tiles.h"
-#include "attention/bf16_attention.h"
+#include "attention/packed_keys.h"
 
 namespace {
 
 constexpr int PAIR = 2 * TILE_ROWS;          // rows of two tiles
-constexpr int TILE_VALUES = TILE_BYTES / 2;  // of bf16
 constexpr int PENDING = 2;                   // blocks of 64 keys whose values are mixed at once
 
 struct Problem : Attention {
+    const uint8_t* taken;   // the sequences' lists of blocks, or null
     const int64_t* tokens;  // of q and out, that the sequences' queries are; null: they are the tokens in their order
     bool causal;            // the queries are the last of the keys; else each sees all of them
 
@@ -32,6 +34,10 @@ struct Problem : Attention {
         return tokens ? tokens[query] : query;
     }
     int64_t head(int64_t kv_head, int64_t row) const { return kv_head * group + row % group; }
+    int64_t query_block(int64_t row) const { return row / group / QUERY_BLOCK; }
+    const uint8_t* taken_by(const Sequence& s, int64_t kv_head, int64_t query_block) const {
+        return block_list(taken, s, kv_heads, kv_head, query_block);
+    }
     int64_t visible(const Sequence& s, int64_t row) const {
         return causal ? s.num_keys - s.num_queries + row / group + 1 : s.num_keys;
     }
@@ -46,11 +52,13 @@ struct Item {
 template <int DIM>
 struct Scratch {
     static constexpr int SPAN = 131072 / DIM, ROWS = 65536 / DIM, STEPS = DIM / 32;
+    static constexpr int SPAN_BLOCKS = SPAN / KEYS;
 
     // of a block of keys
     alignas(64) float scores[GROUPS][2][TILE_ROWS][SIXTEEN];
     bf16 weights[PENDING][KEYS / 32][2][TILE_ROWS][32];
     // of the span
+    int64_t blocks[SPAN_BLOCKS];                    // which of the sequence's
     bf16 keys[SPAN / SIXTEEN][STEPS][TILE_VALUES];  // [pair of dims][key][2]
     bf16 values[SPAN / 32][DIM / W][TILE_VALUES];   // [pair of keys][dim][2]
     float key_scales[SPAN], value_scales[SPAN];     // of 8 bits
@@ -61,16 +69,6 @@ struct Scratch {
     float maxima[ROWS / PAIR][PAIR];  // of scores
     int64_t visible[ROWS];            // keys
 };
-
-template <int DIM, class C>
-inline void pack_keys(const C* rows, bf16 (*to)[TILE_VALUES]) {
-    for (int step = 0; step < DIM / 32; step++) {
-        vec v[SIXTEEN];
-        for (int k = 0; k < SIXTEEN; k++) v[k] = (vec)load_pairs(rows + k * DIM + 32 * step);
-        transpose(v);
-        memcpy(to[step], v, sizeof v);
-    }
-}
 
 template <int DIM, class C>
 inline void pack_values(const C* rows, bf16 (*to)[TILE_VALUES], int half) {
@@ -92,7 +90,10 @@ struct Prefill {
     const Item& item;
     const Sequence& s;
 
-    int64_t span_begin, span_end;  // keys
+    int64_t span_blocks;
+
+    int64_t end() const { return z.visible[item.rows - 1]; }  // of the keys that any row sees
+    int64_t first_key(int64_t block) const { return s.first_key + z.blocks[block] * KEYS; }  // of a block of the span
 
     void pack_queries() {
         for (int64_t row = 0; row < round_up(item.rows, PAIR); row++) {
@@ -105,14 +106,26 @@ struct Prefill {
         }
     }
 
+    // From a block of the sequence on those that any of the rows takes, as many as a span holds. Returns: the next.
+    int64_t choose_span(int64_t block) {
+        const int64_t seen = ceil_div(end() - s.first_key, KEYS);
+        const int64_t first = p.query_block(item.first_row), last = p.query_block(item.first_row + item.rows - 1);
+        for (span_blocks = 0; block < seen && span_blocks < Scratch<DIM>::SPAN_BLOCKS; block++) {
+            bool taken = false;
+            for (int64_t q = first; q <= last && !taken; q++) taken = takes(p.taken_by(s, item.head, q), block);
+            if (taken) z.blocks[span_blocks++] = block;
+        }
+        return block;
+    }
+
     void pack_span() {
         const C *keys = (const C*)p.keys, *values = (const C*)p.values;
         alignas(64) C copy[SIXTEEN * DIM];
-        for (int64_t key = span_begin; key < span_end; key += KEYS) {
+        for (int64_t block = 0; block < span_blocks; block++) {
             KeyTile tile;
-            tile.locate(p, s, item.head, key, span_end);
+            tile.locate(p, s, item.head, first_key(block), end());
             for (int g = 0; g < GROUPS; g++) {
-                const int64_t at = key - span_begin + g * SIXTEEN;
+                const int64_t at = block * KEYS + g * SIXTEEN;
                 const int here = max(0, tile.keys - g * SIXTEEN);
                 const int64_t row = here ? tile.rows[g] : 0;
                 if (here) pack_keys<DIM>(keys + row * DIM, z.keys[at / SIXTEEN]);
@@ -178,8 +191,8 @@ struct Prefill {
         }
     }
 
-    // Scores of a row become weights, and their sum is added to the row's.
-    void weigh(int t, int r, int64_t block) {
+    // Scores of a row become weights, those of the pending block `i`, and their sum is added to the row's.
+    void weigh(int t, int r, int64_t block, int i) {
         const float scaling = p.log2_scaling();
         const vec base = fill(z.maxima[t][r] == -INFINITY ? 0 : z.maxima[t][r] * scaling);
         vec e[GROUPS], sum = z.totals[t][r];
@@ -192,7 +205,7 @@ struct Prefill {
             }
         for (int g = 0; g < GROUPS; g += 2) {
             const pairs rounded = round_to_pairs(e[g], e[g + 1]);
-            store_pairs(z.weights[block % PENDING][g / 2][r / TILE_ROWS][r % TILE_ROWS], rounded);
+            store_pairs(z.weights[i % PENDING][g / 2][r / TILE_ROWS][r % TILE_ROWS], rounded);
             if (sizeof(C) == 2) sum = dot_bf16(sum, rounded, ones());
         }
         z.totals[t][r] = sum;
@@ -202,36 +215,37 @@ struct Prefill {
         return maximum(maximum(scores(r, 0), scores(r, 1)), maximum(scores(r, 2), scores(r, 3)));
     }
 
-    // Two tiles' scores of a block become weights. Returns the first block that is not mixed in yet.
-    int64_t online_softmax_update(int t, int64_t block, int64_t mixed) {
+    // Scores of two tiles against blocks[i] become weights. Returns the first of the blocks that is not mixed in yet.
+    int online_softmax_update(int t, const uint8_t* blocks, int i, int mixed) {
         uint32_t raised = 0;  // rows
         for (int r = 0; r < PAIR; r++) raised |= (uint32_t)any_above(largest_scores(r), fill(z.maxima[t][r])) << r;
         if (raised) {
-            if (mixed < block) mix(t, mixed, block);
-            mixed = block;
+            if (mixed < i) mix(t, blocks, mixed, i);
+            mixed = i;
             for (int r = 0; r < PAIR; r++)
                 if (raised >> r & 1) raise_maximum(t, r, largest_lane(largest_scores(r)));
         }
-        for (int r = 0; r < PAIR; r++) weigh(t, r, block);
+        for (int r = 0; r < PAIR; r++) weigh(t, r, blocks[i], i);
         return mixed;
     }
 
-    // The values of blocks begin ... end - 1 by their weights.
-    void mix(int t, int64_t begin, int64_t end) {
+    // The values of blocks[begin ... end - 1] by their weights.
+    void mix(int t, const uint8_t* blocks, int begin, int end) {
         for (int c = 0; c < DIM / W; c += 2) {
             float(*first)[TILE_ROWS][W] = z.mixed[t][0] + c, (*second)[TILE_ROWS][W] = z.mixed[t][1] + c;
             tiles.template load<0>(first[0], LINE);
             tiles.template load<1>(first[1], LINE);
             tiles.template load<2>(second[0], LINE);
             tiles.template load<3>(second[1], LINE);
-            for (int64_t half = begin * KEYS / 32; half < end * KEYS / 32; half++) {
-                auto& weights = z.weights[half / 2 % PENDING][half % 2];
-                tiles.template load<6>(z.values[half][c], LINE);
+            for (int i = begin * 2; i < end * 2; i++) {
+                auto& weights = z.weights[i / 2 % PENDING][i % 2];
+                const bf16(*values)[TILE_VALUES] = z.values[blocks[i / 2] * 2 + i % 2];
+                tiles.template load<6>(values[c], LINE);
                 tiles.template load<4>(weights[0], LINE);
                 tiles.template multiply_bf16<0, 4, 6>();
                 tiles.template load<5>(weights[1], LINE);
                 tiles.template multiply_bf16<2, 5, 6>();
-                tiles.template load<7>(z.values[half][c + 1], LINE);
+                tiles.template load<7>(values[c + 1], LINE);
                 tiles.template multiply_bf16<1, 4, 7>();
                 tiles.template multiply_bf16<3, 5, 7>();
             }
@@ -250,19 +264,21 @@ struct Prefill {
 
     // Two tiles of rows over the span.
     void attend(int t) {
-        const int64_t seen_by_all = z.visible[t * PAIR], seen = min(z.visible[t * PAIR + PAIR - 1], span_end);
-        const int64_t blocks = ceil_div(seen - span_begin, KEYS);
-        if (span_begin == s.first_key) clear(t);
-        int64_t mixed = 0;
-        for (int64_t block = 0; block < blocks; block++) {
-            const int64_t first_key = span_begin + block * KEYS;
-            score(t, block);
-            if (sizeof(C) == 1) scale_scores(block);
-            if (min(seen_by_all, span_end) < first_key + KEYS) mask(t, first_key);
-            mixed = online_softmax_update(t, block, mixed);
-            if (block + 1 - mixed == PENDING || block + 1 == blocks) {
-                mix(t, mixed, block + 1);
-                mixed = block + 1;
+        const int64_t seen_by_all = z.visible[t * PAIR], seen = z.visible[t * PAIR + PAIR - 1];
+        const uint8_t* taken = p.taken_by(s, item.head, p.query_block(item.first_row + t * PAIR));
+        uint8_t blocks[Scratch<DIM>::SPAN_BLOCKS];
+        int count = 0, mixed = 0;
+        for (int block = 0; block < span_blocks && first_key(block) < seen; block++)
+            if (takes(taken, z.blocks[block])) blocks[count++] = block;
+        for (int i = 0; i < count; i++) {
+            const int64_t first = first_key(blocks[i]);
+            score(t, blocks[i]);
+            if (sizeof(C) == 1) scale_scores(blocks[i]);
+            if (seen_by_all < first + KEYS) mask(t, first);
+            mixed = online_softmax_update(t, blocks, i, mixed);
+            if (i + 1 - mixed == PENDING || i + 1 == count) {
+                mix(t, blocks, mixed, i + 1);
+                mixed = i + 1;
             }
         }
     }
@@ -279,12 +295,12 @@ struct Prefill {
 
     void run() {
         pack_queries();
-        const int64_t end = z.visible[item.rows - 1];
-        for (span_begin = s.first_key; span_begin < end; span_begin = span_end) {
-            span_end = min(span_begin + Scratch<DIM>::SPAN, end);
+        for (int t = 0; t * PAIR < item.rows; t++) clear(t);
+        for (int64_t block = 0;;) {
+            block = choose_span(block);
+            if (!span_blocks) break;
             pack_span();
-            for (int t = 0; t * PAIR < item.rows; t++)
-                if (z.visible[t * PAIR + PAIR - 1] > span_begin) attend(t);
+            for (int t = 0; t * PAIR < item.rows; t++) attend(t);
         }
         write();
     }
@@ -298,7 +314,7 @@ void run(const Problem& p, const Item* items, int64_t num_items, int64_t threads
         Scratch<DIM>* scratch = (Scratch<DIM>*)aligned_alloc(64, sizeof(Scratch<DIM>));
         for (Range range; tasks.take(range);) {
             const Item& item = items[range.begin];
-            Prefill<DIM, C>{p, *scratch, tiles, item, p.sequences[item.sequence], 0, 0}.run();
+            Prefill<DIM, C>{p, *scratch, tiles, item, p.sequences[item.sequence], 0}.run();
         }
         free(scratch);
     });
@@ -307,17 +323,17 @@ void run(const Problem& p, const Item* items, int64_t num_items, int64_t threads
 }  // namespace
 
 // Arguments as of decode_attention (csrc/attention/decode_attention.cpp), but a sequence has any number of queries;
-// tokens: of q and out, that the queries of all sequences are, or null for 0, 1, 2 ...; causal: 0 where each query
-// sees all keys; near [tokens, heads, dim], near_lse [tokens, heads]: what is known of other keys of these queries,
+// taken: the lists of blocks of those that have some (`Sequence::lists`); tokens: of q and out, that the queries of all
+// sequences are, or null for 0, 1, 2 ...; causal: 0 where each query sees all keys; near [tokens, heads, dim], near_lse [tokens, heads]: what is known of other keys of these queries,
 // and the logarithms of its denominators, both in fp32: out is then of all keys. Or null.
 KERNEL(prefill_attention)(
     const bf16* q, const void* keys, const void* values, const bf16* key_scales, const bf16* value_scales,
-    const Sequence* sequences, const int64_t* block_ids, const int64_t* tokens, const float* near,
+    const Sequence* sequences, const int64_t* block_ids, const uint8_t* taken, const int64_t* tokens, const float* near,
     const float* near_lse, void* out, float* lse, int64_t num_sequences, int64_t heads, int64_t kv_heads, int64_t dim,
     int64_t block_size, int64_t q_stride, int64_t out_is_float, int64_t causal, double scaling, int64_t num_threads) {
     const Problem p = {{q, keys, values, key_scales, value_scales, sequences, block_ids, out, lse, heads, kv_heads,
                         heads / kv_heads, block_size, q_stride, (float)scaling, out_is_float != 0, near, near_lse},
-                       tokens, causal != 0};
+                       taken, tokens, causal != 0};
     const int64_t most = dim == 64 ? Scratch<64>::ROWS : Scratch<128>::ROWS;
     int64_t num_items = 0, work = 0;
     for (int64_t i = 0; i < num_sequences; i++) {

@@ -1,0 +1,84 @@
+"""Block-sparse attention of long prompts: each block of queries attends to the blocks of keys that hold most of its
+attention's mass.
+
+After MInference (Jiang et al., arXiv 2407.02490), FlexPrefill (Lai et al., arXiv 2502.20766) and UniPrefill: which
+blocks are heavy is estimated as the prompt is computed, for each kv head and each block of queries. Here by the
+attention of every sixteenth query, so the estimate is of the mass itself, and costs a sixteenth of the scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+#: queries that share a list of blocks, keys of a block, and every which query attends for its block (as in
+#: `csrc/attention/sequence.h` and `block_mass.cpp`)
+QUERY_BLOCK, KEY_BLOCK, STRIDE = 128, 64, 16
+#: blocks before a block of queries that it always attends to, beside its own and the first of all
+NEIGHBOURS = 2
+
+
+@dataclass(frozen=True)
+class SparsePrefill:
+    """How a sequence's queries attend in one step.
+
+    Attributes:
+        share: of the attention's mass, 0 to 1, that the blocks attended to are to hold, as estimated; 1: all blocks.
+        exact_from: blocks of queries that hold this position or later ones attend to all keys.
+    """
+
+    share: float
+    exact_from: int
+
+
+def num_blocks(num_queries: int, num_keys: int) -> tuple[int, int]:
+    """Blocks of queries, and of keys."""
+    return -(-num_queries // QUERY_BLOCK), -(-num_keys // KEY_BLOCK)
+
+
+def block_mass(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Which share of their attention blocks of queries give to blocks of keys, by a sample of the queries.
+
+    Args: q `[queries, heads, head_dim]`, the last positions of k `[keys, kv_heads, head_dim]`.
+    Returns: fp32 `[kv_heads, query blocks, key blocks]`, 1 in all over the key blocks.
+    """
+    num_queries, num_keys, kv_heads = len(q), len(k), k.shape[1]
+    query_blocks, key_blocks = num_blocks(num_queries, num_keys)
+    mass = torch.zeros(kv_heads, query_blocks, key_blocks, device=q.device)
+    padded = key_blocks * KEY_BLOCK
+    keys = k.float().permute(1, 2, 0)  # [kv_heads, head_dim, keys]
+    for block in range(query_blocks):  # one at a time: scores of all would be a sixteenth of the attention matrix
+        end = min((block + 1) * QUERY_BLOCK, num_queries)
+        sampled = torch.arange(block * QUERY_BLOCK + STRIDE - 1, end + STRIDE - 1, STRIDE, device=q.device)
+        sampled.clamp_(max=num_queries - 1)
+        rows = q[sampled].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, samples, …]
+        scores = torch.matmul(rows, keys.unsqueeze(1)).mul_(scaling)
+        unseen = torch.arange(num_keys, device=q.device) > num_keys - num_queries + sampled[:, None]
+        weights = scores.masked_fill_(unseen, float("-inf")).softmax(-1).mean((1, 2))
+        mass[:, block] = torch.nn.functional.pad(weights, (0, padded - num_keys)).unflatten(1, (-1, KEY_BLOCK)).sum(-1)
+    return mass
+
+
+def choose_blocks(mass: torch.Tensor, sparse: SparsePrefill, num_queries: int, num_keys: int) -> torch.Tensor:
+    """The lists: which blocks of keys each block of queries attends to.
+
+    The first block, the queries' own and the `NEIGHBOURS` before it, and of the others the heaviest, until all hold
+    the share.
+
+    Args: mass: of `block_mass`. Returns: bool, of the same shape.
+    """
+    query_blocks, key_blocks = num_blocks(num_queries, num_keys)
+    device, start = mass.device, num_keys - num_queries
+    block = torch.arange(key_blocks, device=device)
+    first = start + QUERY_BLOCK * torch.arange(query_blocks, device=device)[:, None]  # position of a block's query
+    last = (first + QUERY_BLOCK - 1).clamp_(max=num_keys - 1)
+    visible = block <= last // KEY_BLOCK
+    if sparse.share >= 1:
+        return visible.expand_as(mass).clone()
+    always = (block == 0) | (block >= first // KEY_BLOCK - NEIGHBOURS) | (last >= sparse.exact_from)
+    ranked, order = (mass + 2 * always).sort(-1, descending=True)  # those that are taken anyway come first
+    ranked -= 2 * always.expand_as(mass).gather(-1, order)
+    covered = ranked.cumsum(-1) - ranked  # by those before
+    taken = torch.empty_like(mass, dtype=torch.bool).scatter_(-1, order, covered < sparse.share)
+    return (taken | always) & visible

@@ -1,0 +1,193 @@
+"""What sparse prefill is worth on long prompts, and what it costs.
+
+python scripts/benchmarks/long_prompts.py time                        # the random 350M in bf16, about 3 minutes
+python scripts/benchmarks/long_prompts.py perplexity --texts austen_*.txt    # the tiny model over whole novels
+python scripts/benchmarks/long_prompts.py memory --lengths 8192 32768 131072
+
+"time" alternates dense and sparse prefills of the same random tokens. Random weights attend to everything alike, so no
+choice of blocks can hold 95 % of the mass without 95 % of the blocks: the worst case. "--half" adds a row in which a
+block of queries is given half of the blocks it sees, whatever their mass: what the kernel makes of a choice.
+"perplexity" is of the tokens that follow a prompt of so many tokens of a text, given to the model one after another as
+answers are: exactly, after a prompt that was computed densely or sparsely.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import resource
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from harness.machine import facts
+from harness.workloads import load_model
+
+from lfm2_cb import ContinuousBatchingGenerator, demo_model_path
+from lfm2_cb.loading import load_tokenizer
+from lfm2_cb.model.ragged_batch import RaggedBatch, Row
+from lfm2_cb.ops.attention import packed
+from lfm2_cb.ops.attention.sparse import SparsePrefill
+
+ONE_TOKEN = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 1, "use_prefix_cache": False}
+
+
+class Watch:
+    """Seconds spent in attention (the cache's writes and the choice of blocks included), and how many of the visible
+    blocks were attended to."""
+
+    def __init__(self) -> None:
+        self.seconds, self.num_taken, self.num_visible = 0.0, 0, 0
+
+    @property
+    def share_of_blocks(self) -> float:
+        return self.num_taken / self.num_visible if self.num_visible else 1.0
+
+    @contextmanager
+    def watching(self, half: bool = False) -> Iterator[None]:
+        attend, choose = RaggedBatch.attend, packed.choose_blocks
+
+        def timed(*args):
+            start = time.perf_counter()
+            result = attend(*args)
+            self.seconds += time.perf_counter() - start
+            return result
+
+        def counted(mass, sparse, num_queries, num_keys):
+            visible = choose(mass, SparsePrefill(1.0, 0), num_queries, num_keys)
+            taken = choose(mass, sparse, num_queries, num_keys)
+            if half:
+                taken = visible & (torch.arange(visible.shape[-1]) % 2 == 0) | (taken & (mass < 0))
+            self.num_taken += int(taken.sum())
+            self.num_visible += int(visible.sum())
+            return taken
+
+        RaggedBatch.attend, packed.choose_blocks = timed, counted
+        try:
+            yield
+        finally:
+            RaggedBatch.attend, packed.choose_blocks = attend, choose
+
+
+def times(args: argparse.Namespace) -> None:
+    """Prefills of random tokens, dense and at each share, in turn."""
+    model, rng = load_model(args.model, torch.bfloat16), torch.Generator().manual_seed(0)
+    kinds: list[float | None] = [None, *args.shares, *([0.5] if args.half else [])]
+    print(f"{facts()['cpu']}, {torch.get_num_threads()} threads; {args.model}, bf16; seconds of one prefill")
+    print("| tokens | prefill | in all | attention | blocks attended to | speed of all | of attention |")
+    print("|---|---|---|---|---|---|---|")
+    with ContinuousBatchingGenerator(model, prefix_caching=False, cache_memory="4GiB") as generator:
+        generator.generate([[5] * 300], sparse_prefill=0.9, **ONE_TOKEN)
+        for length in args.lengths:
+            prompt = torch.randint(10, 60000, (length,), generator=rng).tolist()
+            readings: list[list[tuple[float, float, float]]] = [[] for _ in kinds]
+            for _ in range(args.repeats):
+                for place, share in enumerate(kinds):
+                    watch, start = Watch(), time.perf_counter()
+                    with watch.watching(half=place > len(args.shares)):
+                        generator.generate([prompt], sparse_prefill=share or 1, **ONE_TOKEN)
+                    readings[place].append((time.perf_counter() - start, watch.seconds, watch.share_of_blocks))
+            medians = [[statistics.median(values) for values in zip(*kind, strict=True)] for kind in readings]
+            for place, (share, (seconds, attention, blocks)) in enumerate(zip(kinds, medians, strict=True)):
+                name = "half of the blocks" if place > len(args.shares) else share or "dense"
+                ratios = f"{medians[0][0] / seconds:.2f} × | {medians[0][1] / attention:.2f} ×"
+                print(
+                    f"| {length:,} | {name} | {seconds:.2f} | {attention:.2f} | {blocks:.0%} | {ratios} |", flush=True
+                )
+
+
+def perplexity(args: argparse.Namespace) -> None:
+    """Of what follows prompts out of texts, the same tokens after dense and after sparse prompts."""
+    path = demo_model_path()
+    tokenizer = load_tokenizer(path)
+    texts = [Path(text).read_text("utf-8") for text in args.texts] or [
+        "\n".join(Path(path, "prompts.jsonl").read_text("utf-8").splitlines())
+    ]
+    token_ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    model = load_model("tiny", torch.float32)
+    model.config.max_position_embeddings = max(args.contexts) + args.following + 1  # RoPE knows no last position
+    print(f"the tiny model in fp32; perplexity of the {args.following} tokens after a prompt")
+    print("| prompt | prefill | perplexity | against dense | blocks attended to |")
+    print("|---|---|---|---|---|")
+    with ContinuousBatchingGenerator(model, prefix_caching=False, max_sequences=1) as generator:
+        for context in args.contexts:
+            windows = [
+                text[start : start + context + args.following]
+                for text in token_ids
+                for start in range(0, len(text) - context - args.following, max(context, len(text) // args.windows))
+            ]
+            dense = 0.0
+            for share in (None, *args.shares):
+                watch, total = Watch(), 0.0
+                with watch.watching():
+                    for window in windows:
+                        total += negative_log_likelihood(generator, window, context, share)
+                loss = total / len(windows) / args.following
+                dense = loss if share is None else dense
+                print(
+                    f"| {len(windows)} × {context:,} | {share or 'dense'} | {math.exp(loss):.3f} | "
+                    f"{math.expm1(loss - dense):+.2%} | {watch.share_of_blocks:.0%} |",
+                    flush=True,
+                )
+
+
+def negative_log_likelihood(
+    generator: ContinuousBatchingGenerator, token_ids: list[int], context: int, share: float | None
+) -> float:
+    """Of the tokens after the first `context`, in nats, those being a prompt that is computed sparsely."""
+    runner, size = generator.engine.runner, generator.engine.config.max_batch_tokens
+    blocks = range(-(-len(token_ids) // generator.engine.config.block_size))
+    sparse = None if share is None else SparsePrefill(share, context - 1)
+    for start in range(0, context - 1, size):
+        end = min(start + size, context - 1)
+        runner.forward([Row(token_ids[start:end], start, blocks, 0, sparse=sparse)])
+    rest = token_ids[context - 1 : -1]
+    logits = runner.forward([Row(rest, context - 1, blocks, 0, num_logits=len(rest))])
+    targets = torch.tensor(token_ids[context:])
+    return float(torch.nn.functional.cross_entropy(logits.float(), targets, reduction="sum"))
+
+
+def memory(args: argparse.Namespace) -> None:
+    """Resident memory beside weights and cache, after exact prompts of growing length."""
+    model = load_model(args.model, torch.bfloat16)
+    model.config.max_position_embeddings = max(args.lengths) + 1
+    per_token = 0
+    with ContinuousBatchingGenerator(model, prefix_caching=False, cache_memory="8GiB", max_sequences=1) as generator:
+        plan = generator.engine.plan
+        per_token = plan.bytes_per_block / plan.block_size
+        generator.generate([[5] * 4096], **ONE_TOKEN)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - 4096 * per_token
+        for length in args.lengths:
+            prompt = torch.randint(10, 60000, (length,)).tolist()
+            start = time.perf_counter()
+            generator.generate([prompt], **ONE_TOKEN)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            print(
+                f"{length:,} tokens: {time.perf_counter() - start:.0f} s; K/V {length * per_token / 2**20:,.0f} MiB, "
+                f"all else {(peak - before - length * per_token) / 2**20:+,.0f} MiB beside a prompt of 4,096",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["time", "perplexity", "memory"])
+    parser.add_argument("--model", default="random-350m", help='checkpoint path, or "random-350m"')
+    parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.99, 0.95, 0.9])
+    parser.add_argument("--half", action="store_true", help="also attend to every second block")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--texts", nargs="*", default=[], help="files; default: the prompts that ship")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[3584, 16384])
+    parser.add_argument("--following", type=int, default=256)
+    parser.add_argument("--windows", type=int, default=4, help="of each text, at most")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    {"time": times, "perplexity": perplexity, "memory": memory}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()
