@@ -2,6 +2,7 @@
 """Structured answers and tools, by OpenAI's own client, from the request to objects and calls."""
 
 import json
+import random
 import time
 
 import jsonschema
@@ -15,7 +16,7 @@ pytest.importorskip("llguidance")
 
 from helpers import ours
 from serving import CHAT, ENDLESS, Server
-from test_serve_fields import json_schema, refusal
+from test_serve_fields import VALUES, json_schema, refusal
 from transformers import AutoTokenizer
 
 import lfm2_cb
@@ -355,3 +356,66 @@ def test_an_input_that_is_too_long_can_lose_its_oldest_turns(tooled):
     assert said.usage.input_tokens == kept.usage.input_tokens > 100 and said.truncation == "auto"
     with pytest.raises(openai.BadRequestError):
         tooled.client.responses.create(**ask, input="so " * 5000, truncation="auto")
+
+
+# Hostile input
+
+CALLED = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bath"}'}}
+CHAT_WITH_TOOLS = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "How is it?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALLED]},
+        {"role": "tool", "tool_call_id": "1", "content": "blue"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "weather", "parameters": WEATHER, "strict": True}}],
+    "tool_choice": NAMED,
+    "parallel_tool_calls": False,
+    "response_format": json_schema(WEATHER),
+    "max_tokens": 2,
+}
+FLAT = {"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}
+RESPONSE_WITH_TOOLS = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "How is it?"}]},
+        {"type": "function_call", "call_id": "1", "name": "weather", "arguments": '{"city": "Bath"}'},
+        {"type": "function_call_output", "call_id": "1", "output": "blue"},
+    ],
+    "tools": [FLAT],
+    "tool_choice": {"type": "function", "name": "weather"},
+    "text": {"format": {"type": "json_schema", "name": "x", "schema": WEATHER, "strict": True}},
+    "truncation": "auto",
+    "max_output_tokens": 2,
+}
+
+
+def places(value, path=()):
+    """Where something stands in a JSON value."""
+    if path:
+        yield path
+    for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+        yield from places(value[key], (*path, key))
+
+
+def changed(body, path, new):
+    """A copy with something else in a place."""
+    copied = json.loads(json.dumps(body))
+    inner = copied
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = new
+    return copied
+
+
+@pytest.mark.parametrize(
+    "path, body", [("/v1/chat/completions", CHAT_WITH_TOOLS), ("/v1/responses", RESPONSE_WITH_TOOLS)]
+)
+def test_nothing_within_tools_and_formats_is_more_than_refused(tooled, path, body):
+    assert tooled.http.post(path, json=body).status_code == 200
+    rng, num_refused = random.Random(0), 0
+    for place in places(body):
+        for value in rng.sample(VALUES, 4):
+            response = tooled.http.post(path, json=changed(body, place, value))
+            assert response.status_code in (200, 400), (place, value, response.text)
+            num_refused += response.status_code == 400 and bool(refusal(response)["param"])
+    assert num_refused > 60
+    assert tooled.http.get("/health").json() == {"status": "ok"}
