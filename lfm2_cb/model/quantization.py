@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -105,11 +106,30 @@ class Lfm2CbQuantizer(HfQuantizer):
         return False
 
 
+class ExpertsConverter(WeightConverter):
+    """Quantises the experts of a layer one after another: each is read when its turn has come."""
+
+    def materialize_tensors(self) -> dict[str, list[Any]]:
+        """What reads the tensors, rather than the tensors."""
+        collected, self.collected_tensors = dict(self.collected_tensors), {}
+        return collected
+
+
+class ReadExperts(ConversionOps):
+    """The matrices of each expert, stacked; they are read when they are asked for, one expert after another."""
+
+    def convert(
+        self, input_dict: dict[str, Any], *, source_patterns: list[str], target_patterns: list[str], **_: Any
+    ) -> dict[str, Iterator[torch.Tensor]]:
+        by_expert = zip(*(input_dict[pattern] for pattern in source_patterns), strict=True)
+        return {target_patterns[0]: (torch.cat([read() for read in parts]) for parts in by_expert)}
+
+
 def _to_quantized_experts(conversion: Any) -> Any:
     if not isinstance(conversion, WeightConverter) or ".experts." not in conversion.target_patterns[0]:
         return conversion
     targets = [f"{target}.weight" for target in conversion.target_patterns]
-    new = WeightConverter(conversion.source_patterns, targets, conversion.operations)
+    new = ExpertsConverter(conversion.source_patterns, targets, [ReadExperts()])
     new.scope_prefix, new.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
     return new
 

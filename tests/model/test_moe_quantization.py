@@ -7,11 +7,12 @@ import torch
 from helpers import ids, random_moe, random_prompts
 from safetensors.torch import save_file
 from test_moe_conversion import WITH_EXPERTS
-from transformers import Lfm2MoeForCausalLM
+from transformers import Lfm2MoeForCausalLM, core_model_loading
 
 from lfm2_cb import ContinuousBatchingGenerator, load_model
 from lfm2_cb.loading import as_lfm2_cb
 from lfm2_cb.model.quantization import num_weights, quantize, weights_of
+from lfm2_cb.ops.linear.quantized import QuantizedStack
 
 EVERY_WEIGHTS = pytest.mark.parametrize("weights", ["int8", "int4"])
 
@@ -89,3 +90,17 @@ def test_answers_are_those_of_the_dequantised_model_whatever_the_schedule(weight
             outputs = generator.generate(prompts, max_new_tokens=8, do_sample=False, eos_token_id=None)
             answers.append([output.token_ids for output in outputs])
     assert answers[0] == answers[1]
+
+
+@EVERY_WEIGHTS
+def test_experts_are_read_one_after_another(tmp_path, weights, monkeypatch):
+    """Of a layer no more than one expert's matrices are in memory in full precision."""
+    random_moe(7, **WITH_EXPERTS).save_pretrained(tmp_path)
+    log: list[str] = []
+    read, into = core_model_loading._materialize_copy, QuantizedStack._quantize_into
+    monkeypatch.setattr(core_model_loading, "_materialize_copy", lambda *a: (log.append("read"), read(*a))[1])
+    monkeypatch.setattr(QuantizedStack, "_quantize_into", lambda *a: (log.append("quantised"), into(*a))[1])
+    load_model(str(tmp_path), weights=weights)
+    first = log.index("quantised")
+    assert "quantised read quantised" in " ".join(log[first:])  # w2 after w2
+    assert "read read read quantised" not in " ".join(log[first : first + 10])

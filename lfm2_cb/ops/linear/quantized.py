@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -153,10 +154,12 @@ class QuantizedStack(_Quantized):
         """The matrices, where they lie."""
         return [self._kind(*tensors) for tensors in zip(*self.weights, strict=True)]
 
-    def quantize(self, weight: torch.Tensor) -> Weights:
-        """Of `[matrices, out, in]`; as there."""
-        whole = self._empty(weight.device)
-        for tensors, matrix in zip(zip(*whole, strict=True), weight, strict=True):
+    def quantize(self, weight: Iterable[torch.Tensor]) -> Weights:  # type: ignore[override]
+        """Of matrices `[out, in]`, as many, which are taken one after another; as there."""
+        matrices = iter(weight)
+        first = next(matrices)
+        whole = self._empty(first.device)
+        for tensors, matrix in zip(zip(*whole, strict=True), itertools.chain([first], matrices), strict=True):
             self._quantize_into(self._kind(*tensors), matrix)
         return whole
 
