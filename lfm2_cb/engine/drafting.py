@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from transformers.utils import logging
@@ -98,10 +98,14 @@ class DraftTracker:
 class StepTimes:
     """Seconds of a step by its number of tokens, learned while serving.
 
-    Lengths fall into bins a third of an octave wide; between bins we interpolate, beyond them take the last.
+    Lengths fall into bins a third of an octave wide; between bins we interpolate, beyond them take the last, as much
+    longer as the step reads more bytes: few tokens wait for the weights.
+
+    Args: weight_bytes: what a step of so many tokens reads of the weights; by default as much as any other.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weight_bytes: Callable[[int], float] = lambda num_tokens: 1.0) -> None:
+        self._weight_bytes = weight_bytes
         self._edges = [1.0]
         while self._edges[-1] < 1e6:
             self._edges.append(self._edges[-1] * 1.26)
@@ -126,7 +130,8 @@ class StepTimes:
         points = sorted((self._tokens[i], self._seconds[i]) for i in self._seconds)
         place = bisect_left(points, (num_tokens, 0.0))
         if place in (0, len(points)):
-            return points[min(place, len(points) - 1)][1]
+            known, seconds = points[min(place, len(points) - 1)]
+            return seconds * self._weight_bytes(num_tokens) / self._weight_bytes(round(known))
         (x0, y0), (x1, y1) = points[place - 1], points[place]
         return y0 + (y1 - y0) * (num_tokens - x0) / max(x1 - x0, 1e-9)
 
@@ -153,7 +158,8 @@ class Speculation:
 
     A guess pays while the chance that it is right, times the tokens the step makes a second, exceeds what one token
     more costs the step. With few rows that is almost nothing (the weights are streamed once, whatever the rows), with
-    many it is as much as any other token, and drafting ceases by itself.
+    many it is as much as any other token, and drafting ceases by itself. Of a mixture of experts a token more costs
+    the bytes of the experts that no other has chosen.
     """
 
     times: StepTimes = field(default_factory=StepTimes)

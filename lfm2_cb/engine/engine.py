@@ -13,13 +13,14 @@ from transformers.utils import logging
 
 from ..model.hybrid_cache import CachePlan
 from ..model.modeling import Lfm2CbForCausalLM
+from ..model.weight_bytes import WeightBytes
 from ..scheduling.cache_manager import CacheManager
 from ..scheduling.policies import make_policy
 from ..scheduling.request import FinishReason, Request
 from ..scheduling.scheduler import ScheduledRow, Scheduler
 from .assistant import AssistantModel
 from .config import EngineConfig
-from .drafting import Drafter, DraftTracker, PromptLookup, Speculation
+from .drafting import Drafter, DraftTracker, PromptLookup, Speculation, StepTimes
 from .runner import ModelRunner
 from .sampler import SamplingParams, history_tensor, sample
 from .tracing import Trace
@@ -58,7 +59,7 @@ class Engine:
         cache_manager = CacheManager(
             self.plan.num_blocks, config.block_size, self.plan.num_slots, config.prefix_caching
         )
-        self.speculation = Speculation()
+        self.speculation = Speculation(StepTimes(WeightBytes(model)))
         self.scheduler = Scheduler(
             cache_manager,
             make_policy(config.policy),

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 
+from lfm2_cb.ops.experts import expected_experts
 from lfm2_cb.scheduling.cache_manager import CacheManager
 from lfm2_cb.scheduling.policies import POLICIES, make_policy
 from lfm2_cb.scheduling.request import FinishReason, Request
@@ -36,12 +37,16 @@ TRACES = {
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of a step: fixed, per packed token, per row, and per token of K/V that its rows read."""
+    """Seconds of a step: fixed, per packed token, per row, per token of K/V that its rows read, and per expert that
+    its tokens touch in each layer, of `num_experts`, `top_k` of which each token chooses."""
 
     step: float = 0.075
     token: float = 0.0039
     row: float = 0.00025
     kv_token: float = 1.2e-6
+    expert: float = 0.0
+    num_experts: int = 1
+    top_k: int = 1
 
     def seconds(self, rows: list[ScheduledRow]) -> float:
         num_tokens = num_kv_tokens = 0
@@ -51,21 +56,29 @@ class CostModel:
         return self.seconds_of(num_tokens, len(rows), num_kv_tokens)
 
     def seconds_of(self, num_tokens: int, num_rows: int, num_kv_tokens: int) -> float:
-        return self.step + self.token * num_tokens + self.row * num_rows + self.kv_token * num_kv_tokens
+        touched = expected_experts(self.num_experts, self.top_k, num_tokens)
+        others = self.step + self.token * num_tokens + self.row * num_rows + self.kv_token * num_kv_tokens
+        return others + self.expert * touched
 
     @classmethod
-    def fit(cls, steps: list[tuple[int, int, int, float]]) -> CostModel:
-        """Least squares, in relative error, over measured steps: (tokens, rows, K/V tokens, seconds)."""
+    def fit(cls, steps: list[tuple[int, int, int, float]], num_experts: int = 1, top_k: int = 1) -> CostModel:
+        """Least squares, in relative error, over measured steps: (tokens, rows, K/V tokens, seconds).
+
+        num_experts, top_k: of a mixture of experts.
+        """
         import numpy
 
         tokens, rows, kv_tokens, seconds = numpy.array(steps, dtype=float).T
         columns = {"step": numpy.ones_like(tokens), "token": tokens, "row": rows, "kv_token": kv_tokens}
+        if num_experts > 1:
+            columns["expert"] = numpy.array([expected_experts(num_experts, top_k, step[0]) for step in steps])
         while True:  # without those that come out negative: no cost is
             matrix = numpy.stack(list(columns.values()), 1) / seconds[:, None]
             found = dict(zip(columns, numpy.linalg.lstsq(matrix, numpy.ones_like(seconds))[0].tolist(), strict=True))
             negative = [name for name, value in found.items() if value < 0]
             if not negative:
-                return cls(**{"step": 0.0, "token": 0.0, "row": 0.0, "kv_token": 0.0, **found})
+                zero = {"step": 0.0, "token": 0.0, "row": 0.0, "kv_token": 0.0}
+                return cls(**{**zero, **found}, num_experts=num_experts, top_k=top_k)
             del columns[min(negative, key=found.__getitem__)]
 
 

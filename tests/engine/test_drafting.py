@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from helpers import demo_prompts, random_prompts, random_stock, stock_greedy
+from helpers import demo_prompts, ours, random_moe, random_prompts, random_stock, stock_greedy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -265,6 +265,22 @@ def test_step_times_interpolate_and_shrug_off_an_interruption():
     assert times(15) == pytest.approx(1.5) and times(1) == 1.0 and times(99) == 2.0
     times.add(10, 50.0)
     assert times(10) < 2.0
+
+
+def test_tokens_that_read_more_weights_are_expected_to_take_longer():
+    times = StepTimes(lambda num_tokens: 100.0 + 10 * num_tokens)
+    times.add(10, 1.0)
+    assert times(10) == 1.0 and times(5) == pytest.approx(0.75) and times(30) == pytest.approx(2.0)
+    times.add(30, 3.0)  # what was measured counts
+    assert times(30) == 3.0 and times(20) == pytest.approx(2.0)
+
+
+def test_the_engine_knows_what_its_model_reads():
+    model = ours(random_moe(1, num_experts=16, num_experts_per_tok=2, num_dense_layers=0))
+    with ContinuousBatchingGenerator(model, cache_memory="4MiB") as generator:
+        times = generator.engine.speculation.times
+        times.add(1, 1.0)
+        assert times(1) == 1.0 < times(2) < times(4) < times(64)
 
 
 # The door

@@ -87,6 +87,17 @@ def test_a_cost_model_is_found_again_from_its_own_steps():
         assert found.seconds_of(*shape) == pytest.approx(model.seconds_of(*shape), rel=1e-3)
 
 
+def test_of_a_mixture_of_experts_too():
+    rng, model = random.Random(0), simulate.CostModel(0.05, 0.004, 0.0, 1e-6, expert=0.003, num_experts=32, top_k=4)
+    assert model.seconds_of(1, 1, 0) == pytest.approx(0.054 + 4 * 0.003)
+    assert model.seconds_of(1000, 1, 0) == pytest.approx(4.05 + 32 * 0.003)
+    shapes = [(rng.choice([1, 2, 5, 9, 30, 900]), rng.randint(1, 256), rng.randint(1, 100_000)) for _ in range(300)]
+    found = simulate.CostModel.fit([(*shape, model.seconds_of(*shape)) for shape in shapes], 32, 4)
+    assert found.expert == pytest.approx(0.003, rel=0.01)
+    for shape in shapes:
+        assert found.seconds_of(*shape) == pytest.approx(model.seconds_of(*shape), rel=1e-3)
+
+
 def test_a_trace_of_lengths_and_a_plot(tmp_path):
     pytest.importorskip("matplotlib")
     trace = tmp_path / "trace.jsonl"
