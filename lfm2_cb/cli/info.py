@@ -45,6 +45,8 @@ def longest_prompt(generator: ContinuousBatchingGenerator) -> int:
 
 
 def kernel_path(generator: ContinuousBatchingGenerator) -> str:
-    """Which implementations run: "native, avx2" (or another instruction set), or "torch"."""
+    """Which implementations run: "native, avx2, prebuilt" (or another instruction set, or built here), or "torch"."""
     native = generator.engine.runner.native
-    return "torch" if native is None else f"native, {native.isa}"
+    if native is None:
+        return "torch"
+    return f"native, {native.isa}, {'prebuilt' if native.prebuilt else 'built here'}"

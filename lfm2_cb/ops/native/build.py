@@ -1,9 +1,11 @@
-"""Builds the native library: `ops/csrc`, compiled on first use for every instruction set, and kept.
+"""Builds the native library from `ops/csrc`: for a wheel, or on first use for this processor.
 
-Every source is compiled once per entry of `ISAS`, but as `ADDITIONS` and `EMULATED` say, and all of it linked into one
-library. It includes no torch header: a kernel is a C function of pointers, `int64_t`, `double` and, last, the number
-of threads, declared with `KERNEL(name)` from `csrc/core/simd.h`. So a build takes seconds, needs nothing but a C++
-compiler, and outlives no ABI.
+Every source is compiled once per instruction set, but as `ADDITIONS`, `EMULATED` and `ONCE` say, and all of it linked
+into one library. It includes no torch header: a kernel is a C function of pointers, `int64_t`, `double` and, last, the
+number of threads, declared with `KERNEL(name)` from `csrc/core/simd.h`. So a build takes seconds, needs nothing but a
+C++ compiler, serves every version of torch and Python, and outlives no ABI.
+
+`setup.py` imports this module where there is no torch: it needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -20,14 +22,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch.utils.cpp_extension import get_cxx_compiler
-
 from .instruction_sets import ADDITIONS, EMULATED, EMULATORS, ISAS, ONCE
 
 logger = logging.getLogger("transformers.lfm2_cb")
 
 SOURCES = Path(__file__).parents[1] / "csrc"
+#: where a wheel has its library
+PREBUILT = Path(__file__).parent / "prebuilt"
 FLAGS = (
     "-O3",
     "-std=c++17",
@@ -65,35 +66,71 @@ def cache_directory() -> Path:
     return path
 
 
-def build_library(sources: Path = SOURCES, directory: Path | None = None) -> Path:
-    """The library made of a folder of sources: from the cache where it is there and whole, else compiled.
+def find_compiler() -> str:
+    """The C++ compiler: `$CXX`, or `c++`. Raises: NativeUnavailable: there is none."""
+    name = os.environ.get("CXX", "c++")
+    compiler = shutil.which(name)
+    if compiler is None:
+        raise NativeUnavailable(f"no C++ compiler ({name}; set CXX to name one)")
+    return compiler
 
-    Its name holds a hash of all it is made from; a file beside it holds the hash of its content. Both are moved into
-    place when they are complete, so that builders who race and builders who die do no harm.
+
+def prebuilt_library(sources: Path = SOURCES, directory: Path = PREBUILT) -> Path | None:
+    """The library that came with the wheel, if one did, it is whole, and it is made of these very sources."""
+    library = directory / f"native-{_key(sources)}.so"
+    return library if _is_whole(library) else None
+
+
+def prebuild_library(directory: Path, sources: Path = SOURCES) -> Path:
+    """Compile for all instruction sets of this platform that the compiler knows, for a wheel.
 
     Raises: NativeUnavailable: no compiler, or it failed.
     """
-    compiler = shutil.which(get_cxx_compiler())
-    if compiler is None:
-        raise NativeUnavailable(f"no C++ compiler ({get_cxx_compiler()}; set CXX to name one)")
+    compiler = find_compiler()
+    directory.mkdir(parents=True, exist_ok=True)
+    return _build(compiler, sources, directory / f"native-{_key(sources)}.so", for_any_processor=True)
+
+
+def build_library(sources: Path = SOURCES, directory: Path | None = None) -> Path:
+    """The library made of a folder of sources for this processor: from the cache where it is there and whole, else
+    compiled.
+
+    Raises: NativeUnavailable: no compiler, or it failed.
+    """
+    compiler = find_compiler()
     directory = directory or cache_directory()
-    library = directory / f"native-{_key(sources, compiler)}.so"
-    checksum = library.with_suffix(".sha256")
-    if library.is_file() and checksum.is_file() and checksum.read_text() == _hash(library):
+    library = directory / f"native-{_key(sources, compiler, _run([compiler, '--version']), _processor())}.so"
+    if _is_whole(library):
         return library
     logger.info("lfm2_cb: building the native kernels, once, into %s", directory)
-    with tempfile.TemporaryDirectory(prefix="build-", dir=directory) as scratch:
-        built = _compile(compiler, sources, Path(scratch))
+    return _build(compiler, sources, library)
+
+
+def _build(compiler: str, sources: Path, library: Path, for_any_processor: bool = False) -> Path:
+    """Its name holds a hash of all it is made from; a file beside it holds the hash of its content.
+
+    Both are moved into place when they are complete, so that builders who race and builders who die do no harm.
+    """
+    with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as scratch:
+        built = _compile(compiler, sources, Path(scratch), for_any_processor)
         noted = Path(scratch, "sha256")
         noted.write_text(_hash(built))
         os.replace(built, library)
-        os.replace(noted, checksum)
+        os.replace(noted, _checksum(library))
     return library
 
 
-def _key(sources: Path, compiler: str) -> str:
-    flags = repr((FLAGS, ISAS, ADDITIONS, EMULATED, EMULATORS, ONCE))
-    parts = [compiler, _run([compiler, "--version"]), torch.__version__, platform.machine(), _processor(), flags]
+def _checksum(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _is_whole(library: Path) -> bool:
+    return library.is_file() and _checksum(library).is_file() and _checksum(library).read_text() == _hash(library)
+
+
+def _key(sources: Path, *others: str) -> str:
+    """A hash of what a library is made from and for."""
+    parts = [*others, platform.machine(), repr((FLAGS, ISAS, ADDITIONS, EMULATED, EMULATORS, ONCE))]
     files = sorted(path for path in sources.rglob("*") if path.is_file())
     parts += [f"{path.relative_to(sources)}\n{path.read_text('utf-8')}" for path in files]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
@@ -112,20 +149,20 @@ def _hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _compile(compiler: str, sources: Path, scratch: Path) -> Path:
-    """Every source for every instruction set of this processor, as many at a time as there are threads, then one
-    library."""
+def _compile(compiler: str, sources: Path, scratch: Path, for_any_processor: bool) -> Path:
+    """Every source for every instruction set (of this processor, or of any), side by side, then one library."""
     known = _known_isas(compiler, scratch)
-    _run([compiler, "-shared", *map(str, known.values()), "-o", str(scratch / "supported.so")])
-    asked = ctypes.CDLL(str(scratch / "supported.so"))
+    if not for_any_processor:
+        _run([compiler, "-shared", *map(str, known.values()), "-o", str(scratch / "supported.so")])
+        asked = ctypes.CDLL(str(scratch / "supported.so"))
+        known = {isa: target for isa, target in known.items() if getattr(asked, f"supported_{isa}")()}
     jobs = {
         scratch / f"{source.stem}.{isa}.o": compile_command(compiler, isa, source, sources)
         for isa in known
-        if getattr(asked, f"supported_{isa}")()
         for source in sources_for(isa, sources)
     }
     commands = [[*command, "-o", str(target)] for target, command in jobs.items()]
-    width = torch.get_num_threads()
+    width = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for i in range(0, len(commands), width):
         _run_all(commands[i : i + width])
     library = scratch / "library.so"

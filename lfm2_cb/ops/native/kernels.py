@@ -19,15 +19,17 @@ class NativeKernels:
     """The library's functions for one instruction set.
 
     isa: the instruction set. supported: all that this processor and the library have, but for those in `without`,
-    best last.
+    best last. prebuilt: whether the library came with the wheel.
     recorders: by thread, what is told of each of its calls, of any instance, before the kernel runs: the kernels, the
     name, the arguments, and those as the kernel gets them.
     """
 
     recorders: dict[int, Callable[[NativeKernels, str, tuple, list], None]] = {}
 
-    def __init__(self, library: ctypes.CDLL, isa: str | None = None, without: Collection[str] = ()) -> None:
-        self._library, self._without = library, without
+    def __init__(
+        self, library: ctypes.CDLL, isa: str | None = None, without: Collection[str] = (), prebuilt: bool = False
+    ) -> None:
+        self._library, self._without, self.prebuilt = library, without, prebuilt
         built = [name for name in ISAS if name not in without and hasattr(library, f"supported_{name}")]
         self.supported = tuple(name for name in built if getattr(library, f"supported_{name}")())
         self.isa = isa or self.supported[-1]
@@ -37,11 +39,11 @@ class NativeKernels:
 
     def using(self, isa: str) -> NativeKernels:
         """The same library, by another instruction set. Raises: NativeUnavailable."""
-        return NativeKernels(self._library, isa, self._without)
+        return NativeKernels(self._library, isa, self._without, self.prebuilt)
 
     def without(self, isa: str) -> NativeKernels:
         """The same library, by the best of the other instruction sets."""
-        return NativeKernels(self._library, without=(*self._without, isa))
+        return NativeKernels(self._library, None, (*self._without, isa), self.prebuilt)
 
     def call(self, name: str, *args: torch.Tensor | int | float | None) -> None:
         """Run a kernel: tensors go as pointers (they must be contiguous as the kernel says), None as a null pointer,

@@ -11,7 +11,7 @@ import logging
 
 import torch
 
-from .build import NativeUnavailable, build_library
+from .build import NativeUnavailable, build_library, prebuilt_library
 from .instruction_sets import ADDITIONS
 from .kernels import NativeKernels
 from .self_check import addition_is_right
@@ -44,17 +44,30 @@ def resolve_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> N
 
 
 def load() -> NativeKernels:
-    """The library, built or taken from the cache once a process. Raises: NativeUnavailable, at every call."""
+    """The library that came with the wheel, or else one built or taken from the cache, once a process.
+
+    Raises: NativeUnavailable, at every call.
+    """
     found = _load_once()
     if isinstance(found, NativeUnavailable):
         raise found
     return found
 
 
+def _open_library() -> NativeKernels:
+    prebuilt = prebuilt_library()
+    if prebuilt is not None:
+        try:
+            return NativeKernels(ctypes.CDLL(str(prebuilt)), prebuilt=True)
+        except OSError as error:  # a system library that is too old, for one
+            logger.warning("lfm2_cb: the kernels that were installed do not load, so they are built: %s", error)
+    return NativeKernels(ctypes.CDLL(str(build_library())))
+
+
 @functools.cache
 def _load_once() -> NativeKernels | NativeUnavailable:
     try:
-        kernels = NativeKernels(ctypes.CDLL(str(build_library())))
+        kernels = _open_library()
         with torch.device("cpu"):  # whatever the default is where the library is first asked for
             while kernels.isa in ADDITIONS and not addition_is_right(kernels):
                 wrong, kernels = kernels.isa, kernels.without(kernels.isa)

@@ -11,7 +11,7 @@ import torch
 from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.ops.native import NativeUnavailable, build, resolve_kernels
 from lfm2_cb.ops.native import library as native
-from lfm2_cb.ops.native.build import build_library, cache_directory
+from lfm2_cb.ops.native.build import build_library, cache_directory, prebuild_library, prebuilt_library
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
@@ -95,8 +95,33 @@ def test_the_cache_is_the_users_own(tmp_path, monkeypatch):
     assert cache_directory() not in (path, tmp_path / "elsewhere")
 
 
+@needs_compiler
+def test_a_prebuilt_library_is_taken_while_it_is_whole_and_of_these_sources(small_sources, tmp_path):
+    assert prebuilt_library(small_sources, tmp_path / "prebuilt") is None
+    library = prebuild_library(tmp_path / "prebuilt", small_sources)
+    assert prebuilt_library(small_sources, tmp_path / "prebuilt") == library
+    whole, source = library.read_bytes(), (small_sources / "one.cpp").read_text()
+    library.write_bytes(whole[:-1])
+    assert prebuilt_library(small_sources, tmp_path / "prebuilt") is None
+    library.write_bytes(whole)
+    (small_sources / "one.cpp").write_text(source + "static int one;")
+    assert prebuilt_library(small_sources, tmp_path / "prebuilt") is None
+
+
+@needs_compiler
+def test_the_prebuilt_library_comes_first_and_one_that_does_not_load_is_built_instead(tmp_path, monkeypatch, fresh):
+    built = build_library()
+    monkeypatch.setattr(native, "prebuilt_library", lambda: built)
+    assert native.load().prebuilt and native.load().using("plain").prebuilt
+    native._load_once.cache_clear()
+    (tmp_path / "bad.so").write_text("of another system")
+    monkeypatch.setattr(native, "prebuilt_library", lambda: tmp_path / "bad.so")
+    assert not native.load().prebuilt
+
+
 def test_no_compiler_means_torch_with_one_log_line(demo_stock, monkeypatch, fresh):
     monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(native, "prebuilt_library", lambda: None)
     messages = []
     monkeypatch.setattr(native.logger, "warning", lambda message, *args: messages.append(message % args))
     options = {"max_new_tokens": 3, "do_sample": False}
