@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
+from .adapters.live import adapters_of, is_peft, stock_within
+from .adapters.peft_config import AdapterError
 from .engine.config import EngineConfig
 from .engine.engine import Engine, StepOutput
 from .engine.loop import EngineLoop, Submission, interrupt_between_steps
@@ -58,8 +60,10 @@ class ContinuousBatchingGenerator:
 
     Args:
         model: one of our models, a live stock LFM2, dense or with experts (adopted: its weights are shared, not
-            copied), or the path of a checkpoint. The engine runs on the model's device and in its dtype; a path is
-            loaded from safetensors only (`load_model` has the exceptions).
+            copied), the path of a checkpoint, or a live `PeftModel` over stock LFM2: its adapters, as they are, are
+            loaded by their names (whichever it has set active, calls without `adapter=` run the base). The engine runs
+            on the model's device and in its dtype; a path is loaded from safetensors only (`load_model` has the
+            exceptions).
         tokenizer: for prompts given as text, and for text out; or its path. Loaded from the model's path where that is
             one, and none is given.
         max_batch_tokens: tokens computed a step: the size of a prefill chunk, decodes included.
@@ -68,7 +72,7 @@ class ContinuousBatchingGenerator:
         block_size: tokens a cache block: the grain of prefix reuse.
         seed: of the sampling; None takes one from torch's global generator at each call.
         prefix_caching: keep what was computed, and reuse it for prompts that begin alike.
-        policy: who runs next: "fcfs", "batch", "past_future", "length_aware", or a `Policy`.
+        policy: who runs next: "fcfs", "batch", "past_future", "length_aware", "by_adapter", or a `Policy`.
         drafting: "auto" guesses tokens by prompt lookup and verifies them, wherever that pays; tokens stay the same.
             "none" does so where a call asks for it (`prompt_lookup_num_tokens`, `assistant_model`).
         kernels: "native" (C++, compiled once on first use), "torch", or "auto": native on a CPU with a compiler.
@@ -84,6 +88,9 @@ class ContinuousBatchingGenerator:
         sparse_prefill: share of attention's mass, such as 0.95: blocks of a long prompt's queries attend only to the
             blocks of keys that hold it, as estimated. That changes tokens, and pays for prompts of many thousands of
             them. Answers' own tokens attend to all keys. None or 1: exact.
+        adapters: LoRA adapters by the names that calls ask for: see `load_adapter`.
+        adapter_memory: of the adapters that are computed with, as bytes or text; they are brought in as requests want
+            them, and the least recently used goes first.
 
     Raises:
         TypeError: not an LFM2. UnsafeCheckpointError: a checkpoint of pickles. MemoryError: the cache cannot be
@@ -112,6 +119,8 @@ class ContinuousBatchingGenerator:
         cache_dtype: str | None = EngineConfig.cache_dtype,
         trace: str | None = EngineConfig.trace,
         sparse_prefill: float | None = EngineConfig.sparse_prefill,
+        adapters: Mapping[str, Any] | None = None,
+        adapter_memory: int | str = EngineConfig.adapter_memory,
     ) -> None:
         check_types({"seed": seed})
         config = EngineConfig(
@@ -127,11 +136,14 @@ class ContinuousBatchingGenerator:
             cache_dtype=cache_dtype,
             trace=trace,
             sparse_prefill=sparse_prefill,
+            adapter_memory=adapter_memory,
         )
         if isinstance(model, str):
             loaded = load_model(model, dtype, weights=weights)
             tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
             model = loaded
+        if is_peft(model):
+            adapters, model = {**adapters_of(model), **(adapters or {})}, stock_within(model)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.model, self.seed = as_lfm2_cb(model, weights), seed
         check_same_dtype(self.model.dtype, dtype)
@@ -144,6 +156,8 @@ class ContinuousBatchingGenerator:
         self.builder = RequestBuilder(self.model, self.engine, self.tokenizer, seed)
         self.loop = EngineLoop(self.engine)
         self._num_submitted = itertools.count()
+        for name, source in (adapters or {}).items():
+            self.load_adapter(name, source)
         advice = f"; {default_dtype()} is faster here" if self.model.dtype == torch.float32 != default_dtype() else ""
         logger.info(f"lfm2_cb: {self.model.dtype} on {self.model.device}{advice}, cache {self.engine.plan}")
         by_torch = self.model.device.type == "cpu" and self.engine.runner.native is None  # ours are no slower in bf16
@@ -177,7 +191,8 @@ class ContinuousBatchingGenerator:
             input_ids: the prompts by stock's name, as in `generate(**tokenizer(texts))`.
             generate_kwargs: stock's generation options, `logits_processor`, `stopping_criteria`,
                 `prefix_allowed_tokens_fn` and `tokenizer` (for stop strings; ours by default) among them.
-                `max_new_tokens` may be a list with one entry a prompt. Ours: `seed`; `logprobs=k`; `structured` (what
+                `max_new_tokens` may be a list with one entry a prompt. Ours: `adapter` (a name, or a list with one,
+                or None, a prompt: None is the base); `seed`; `logprobs=k`; `structured` (what
                 answers have to look like: a `Structured`, a JSON schema as a dict, or a pydantic class); `priority`
                 (higher first), `use_prefix_cache` and `sparse_prefill` (1: exact), these four for the call or as a
                 list with one a prompt;
@@ -270,6 +285,27 @@ class ContinuousBatchingGenerator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    # Adapters
+
+    def load_adapter(self, name: str, source: Any) -> None:
+        """Make a LoRA adapter known by a name; one that had the name is replaced, for calls from now on.
+
+        Nothing is kept of it in memory until a request wants it.
+
+        Args: source: a folder that PEFT has saved, or a live `PeftModel` that has an adapter of this name (copied).
+        Raises: AdapterError: it cannot be applied, with the key to blame. AdapterTooLarge: for `adapter_memory`.
+        """
+        if is_peft(source):
+            live = adapters_of(source)
+            if name not in live:
+                raise AdapterError(f"the PeftModel has no adapter {name!r}, only {', '.join(map(repr, live))}")
+            source = live[name]
+        self.engine.load_adapter(name, source)
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; requests that have it are finished with it. Raises: AdapterError: there is none."""
+        self.engine.adapters.unload(name)
 
     # What the three are made of, and what the other faces build on
 

@@ -52,7 +52,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 #: files of a checkpoint that its answers depend on
 ANSWERING_FILES = (
     *("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template*", "*.safetensors", "*.bin"),
+    *("vocab.json", "merges.txt", "chat_template*", "*.safetensors", "*.bin", "adapter_config.json"),
 )
 
 _SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

@@ -24,8 +24,9 @@ DOTTED = re.compile(r"lfm2_cb(\.\w+)+")
 MAY_IMPORT: dict[str, set[str]] = {"ops": set(), "scheduling": set(), "assets": set()}
 MAY_IMPORT["model"] = {"ops"}
 MAY_IMPORT["loading"] = {"model", "ops"}
-MAY_IMPORT["engine"] = {"scheduling", "model", "ops"}
-MAY_IMPORT["requests"] = {"engine", "scheduling", "loading", "model", "ops"}
+MAY_IMPORT["adapters"] = {"model", "ops"}  # what is added to a model's layers; who is in memory, scheduling decides
+MAY_IMPORT["engine"] = {"adapters", "scheduling", "model", "ops"}
+MAY_IMPORT["requests"] = {"engine", "adapters", "scheduling", "loading", "model", "ops"}
 MAY_IMPORT["generator"] = MAY_IMPORT["scoring"] = {"requests", *MAY_IMPORT["requests"]}
 MAY_IMPORT["hf"] = {"generator", *MAY_IMPORT["generator"]}
 MAY_IMPORT["manager_config"] = {"hf", *MAY_IMPORT["hf"]}  # a path that users have

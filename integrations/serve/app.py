@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +23,7 @@ from lfm2_cb.hf.manager_config import Lfm2CbBatchingConfig
 from lfm2_cb.hf.methods import init_continuous_batching
 from lfm2_cb.loading import as_lfm2_cb, load_model, load_tokenizer
 
+from .adapters import LoadAdapter, UnloadAdapter
 from .answer_form import FormCompiler
 from .body import parse_object
 from .completions import ChatCompletions, Completions
@@ -56,6 +57,8 @@ def build_app(
     weights: str | None = None,
     dtype: str | torch.dtype | None = "auto",
     cors_origins: Sequence[str] = (),
+    adapters: Mapping[str, str] | None = None,
+    adapter_endpoints: bool = False,
 ) -> FastAPI:
     """An ASGI application over one model, whose engine runs until the application is shut down.
 
@@ -71,6 +74,8 @@ def build_app(
         weights: "int8" or "int4", as in `ContinuousBatchingGenerator`.
         dtype: of a checkpoint, as in `load_model`.
         cors_origins: origins whose pages browsers let in; "*": all. None are by default.
+        adapters: LoRA adapters, name → folder: a request's `model` picks one.
+        adapter_endpoints: let clients load and unload adapters, from any folder that the server can read.
     Raises: ValueError, TypeError, OSError: an option, or a model that cannot be served.
     """
     if max_queue < 1 or max_request_bytes < 1:
@@ -83,14 +88,18 @@ def build_app(
         model = as_lfm2_cb(model, weights)
     if tokenizer is None:
         raise ValueError("a loaded model needs its tokenizer")
+    name = name or getattr(model.config, "name_or_path", "") or "lfm2"
+    if name in (adapters or {}):
+        raise ValueError(f"adapter {name!r}: it is the model's own name")
     config = continuous_batching_config or getattr(model.generation_config, "continuous_batching_config", None)
     config = config or Lfm2CbBatchingConfig.from_engine(EngineConfig.for_server())
     manager = init_continuous_batching(model, model.generation_config, config)
+    for adapter, path in (adapters or {}).items():
+        manager.generator.load_adapter(adapter, path)
     manager.warmup()
     manager.start()
     metrics = Metrics(manager)
     dispatcher = Dispatcher(manager, tokenizer, max_queue, metrics)
-    name = name or getattr(model.config, "name_or_path", "") or "lfm2"
     forms = FormCompiler(tokenizer, model.config.vocab_size, _first(model.config.eos_token_id))
     prompts = ChatPrompts(tokenizer, chat_template_kwargs, writes_calls=forms.has_markers)
     served = Served(name, model, tokenizer, dispatcher, prompts, forms)
@@ -109,6 +118,9 @@ def build_app(
         "/tokenize": Tokenize(served),
         "/detokenize": Detokenize(served),
     }
+    if adapter_endpoints:
+        endpoints["/v1/load_lora_adapter"] = LoadAdapter(served)
+        endpoints["/v1/unload_lora_adapter"] = UnloadAdapter(served)
     for path, endpoint in endpoints.items():
         app.add_route(path, _route(endpoint), ["POST"])
     _add_readings(app, served, metrics)
@@ -130,14 +142,15 @@ def _add_readings(app: FastAPI, served: Served, metrics: Metrics) -> None:
     """Add what is there to be looked at."""
 
     def models(_: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [served.describe()]})
+        listed = [served.describe(), *map(served.describe, served.adapters)]
+        return JSONResponse({"object": "list", "data": listed})
 
     def model(request: Request) -> Response:
         try:
-            served.check_name({"model": request.path_params["name"]})
+            adapter = served.adapter_of({"model": request.path_params["name"]})
         except RequestError as error:
             return error.response()
-        return JSONResponse(served.describe())
+        return JSONResponse(served.describe(adapter))
 
     def health(_: Request) -> Response:
         if (problem := served.dispatcher.problem()) is None:

@@ -142,6 +142,7 @@ class Completion:
         n: sequences of each prompt.
         parsers, openings: of each sequence; see `Choice`.
         grammar: that all of them fit.
+        adapter: its name; None: the model itself.
         priority: higher runs first.
         deadline: by the event loop's clock; what is unfinished then is cancelled.
     Raises: RequestError.
@@ -160,6 +161,7 @@ class Completion:
         parsers: Sequence[AnswerParser | None] | None = None,
         openings: Sequence[str] | None = None,
         grammar: Grammar | None = None,
+        adapter: str | None = None,
         priority: int = 0,
         deadline: float | None = None,
     ) -> None:
@@ -177,6 +179,7 @@ class Completion:
             streaming=streaming or bool(sampling.stops),
             logprobs=logprobs,
             grammar=grammar,
+            adapter=adapter,
             priority=priority,
         )
         parsers, openings = parsers or [None] * len(names), openings or [""] * len(names)

@@ -39,12 +39,12 @@ class ChoicesEndpoint(ABC):
     async def __call__(self, body: dict[str, Any], terms: Terms) -> Response:
         """Raises: RequestError."""
         check_fields(body, self.fields, self.required)
-        self.served.check_name(body)
+        model = self.served.adapter_of(body) or self.served.name
         options = body.get("stream_options")
         if options is not None and not body.get("stream"):
             raise RequestError("stream_options go with stream=true", "stream_options")
         completion = await self.start(body, terms)
-        common = {"id": f"{self.id_prefix}{terms.request_id}", "created": int(time.time()), "model": self.served.name}
+        common = {"id": f"{self.id_prefix}{terms.request_id}", "created": int(time.time()), "model": model}
         answer = Answer(self, completion, common, bool((options or {}).get("include_usage")))
         return answer.as_events() if body.get("stream") else await answer.as_json()
 
@@ -158,6 +158,7 @@ class ChatCompletions(ChoicesEndpoint):
                 make_parser(served.tokenizer, served.model, ids, form.tools, form.calls_are_enforced) for _ in range(n)
             ],
             grammar=grammar,
+            adapter=self.served.adapter_of(body),
             priority=terms.priority,
             deadline=terms.deadline,
         )
@@ -228,6 +229,7 @@ class Completions(ChoicesEndpoint):
             logprobs=body.get("logprobs"),
             streaming=bool(body.get("stream")),
             openings=[text for text in self._texts(body["prompt"]) for _ in range(n)] if body.get("echo") else None,
+            adapter=self.served.adapter_of(body),
             priority=terms.priority,
             deadline=terms.deadline,
         )

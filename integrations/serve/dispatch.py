@@ -47,6 +47,7 @@ class Dispatcher:
         streaming: bool = False,
         logprobs: int | None = None,
         grammar: Grammar | None = None,
+        adapter: str | None = None,
         priority: int = 0,
     ) -> list[str]:
         """Queue prompts, `n` sequences of each, and have `listener` called on this event loop for every output.
@@ -64,6 +65,7 @@ class Dispatcher:
             "streaming": streaming,
             "logprobs": logprobs,
             "structured": grammar,
+            "adapter": adapter,
             "priority": priority,
         }
         names: list[str] = []

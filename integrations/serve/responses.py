@@ -32,7 +32,7 @@ class Responses:
         """Raises: RequestError."""
         check_fields(body, RESPONSE, "input")
         served = self.served
-        served.check_name(body)
+        adapter = served.adapter_of(body)
         if body.get("stream_options") is not None and not body.get("stream"):
             raise RequestError("stream_options go with stream=true", "stream_options")
         tools = check_tools(tools_of_response(body.get("tools") or []))
@@ -49,10 +49,11 @@ class Responses:
             streaming=bool(body.get("stream")),
             parsers=[make_parser(served.tokenizer, served.model, ids, form.tools, form.calls_are_enforced)],
             grammar=grammar,
+            adapter=adapter,
             priority=terms.priority,
             deadline=terms.deadline,
         )
-        growing = GrowingResponse(body, terms.request_id, served.name)
+        growing = GrowingResponse(body, terms.request_id, adapter or served.name)
         if body.get("stream"):
             return StreamingResponse(self._events(growing, completion), media_type="text/event-stream")
         async for _, delta in completion:

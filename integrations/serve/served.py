@@ -1,4 +1,4 @@
-"""What a server serves: one model, under one name."""
+"""What a server serves: one model, under one name, and its adapters, each under its own."""
 
 from __future__ import annotations
 
@@ -27,13 +27,36 @@ class Served:
     forms: FormCompiler
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def describe(self) -> dict[str, Any]:
-        """As in OpenAI's list of models (and `max_model_len`, as in vLLM's)."""
-        about = {"id": self.name, "object": "model", "created": self.created, "owned_by": "lfm2_cb"}
-        return {**about, "max_model_len": self.dispatcher.num_positions}
+    @property
+    def adapters(self) -> list[str]:
+        """Their names."""
+        return self.dispatcher.manager.generator.engine.adapters.names
 
-    def check_name(self, body: Mapping[str, Any]) -> None:
-        """Raises: RequestError: 404, a request for another model. One that names none means this one."""
-        if (name := body.get("model")) not in (None, self.name):
+    def load_adapter(self, name: str, path: str) -> None:
+        """Raises: ValueError: it cannot be had, or its name is the model's."""
+        if name == self.name:
+            raise ValueError(f"adapter {name!r}: it is the model's own name")
+        self.dispatcher.manager.generator.load_adapter(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """Raises: ValueError: there is none."""
+        self.dispatcher.manager.generator.unload_adapter(name)
+
+    def describe(self, adapter: str | None = None) -> dict[str, Any]:
+        """As in OpenAI's list of models (and `max_model_len` and an adapter's `parent`, as in vLLM's)."""
+        about = {"id": adapter or self.name, "object": "model", "created": self.created, "owned_by": "lfm2_cb"}
+        parent = {"parent": self.name} if adapter else {}
+        return {**about, **parent, "max_model_len": self.dispatcher.num_positions}
+
+    def adapter_of(self, body: Mapping[str, Any]) -> str | None:
+        """The adapter that a request's `model` names; None: it names the model, or nothing.
+
+        Raises: RequestError: 404, another model.
+        """
+        name = body.get("model")
+        if name is None or name == self.name:
+            return None
+        if name not in self.adapters:
             message = f"The model {name!r} does not exist here: the server is pinned to {self.name!r}"
             raise RequestError(message, "model", status=404, code="model_not_found")
+        return name

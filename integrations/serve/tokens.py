@@ -22,7 +22,7 @@ class Tokenize:
     async def __call__(self, body: dict[str, Any], terms: Terms) -> Response:
         """Raises: RequestError."""
         check_fields(body, TOKENIZE)
-        self.served.check_name(body)
+        self.served.adapter_of(body)
         of_chat = body.get("prompt") is None
         if of_chat and body.get("messages") is None:
             raise RequestError("prompt is missing, or messages", "prompt", code="missing_parameter")
@@ -48,7 +48,7 @@ class Detokenize:
     async def __call__(self, body: dict[str, Any], terms: Terms) -> Response:
         """Raises: RequestError."""
         check_fields(body, DETOKENIZE, "tokens")
-        self.served.check_name(body)
+        self.served.adapter_of(body)
         vocab_size = self.served.model.config.vocab_size
         if bad := [token for token in body["tokens"] if not 0 <= token < vocab_size]:
             raise RequestError(f"tokens has token id {bad[0]}, outside the vocabulary of {vocab_size}", "tokens")

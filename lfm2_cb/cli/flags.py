@@ -70,6 +70,22 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add("--trust-remote-code", action="store_true", help="run the code of a checkpoint's own tokenizer")
 
 
+def add_adapter_flags(parser: argparse.ArgumentParser, help: str) -> None:
+    """LoRA adapters by name: `adapters_of(args)` reads them."""
+    parser.add_argument("--adapter", nargs="+", action="extend", default=[], metavar="NAME=PATH", help=help)
+
+
+def adapters_of(args: argparse.Namespace) -> dict[str, str]:
+    """Name → folder. Raises: UsageError."""
+    adapters: dict[str, str] = {}
+    for assignment in args.adapter:
+        name, equals, path = assignment.partition("=")
+        if not (name and equals and path) or name in adapters:
+            raise UsageError(f"--adapter {assignment}: it takes NAME=PATH, and no name twice")
+        adapters[name] = path
+    return adapters
+
+
 def load_from(args: argparse.Namespace) -> tuple[Lfm2CbForCausalLM, PreTrainedTokenizerBase]:
     """Model, on its device, and tokenizer. Raises: UsageError; what `load_model` and `load_tokenizer` raise."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from ..requests.outputs import RequestOutput
 from ..requests.prompts import PromptError, tokenize
 from ..scheduling.request import FinishReason
 from .progress import Progress, Summary
-from .rows import BadRow, Content, InputError, Source, row_digest, take_kept, take_prompt
+from .rows import BadRow, Content, InputError, Source, row_digest, take_adapter, take_kept, take_prompt
 from .writer import DIGEST_FIELD, OutputError, RowSet
 
 OTHER_STREAM = "give the same input again, name another output, or --overwrite"
@@ -43,6 +44,7 @@ class PromptRow:
     index: int
     kept: dict[str, Any]
     token_ids: list[int]
+    adapter: str | None = None
     digest: str | None = None
     submission: Submission | None = None
     error: BaseException | None = None  # why it will not be run
@@ -67,6 +69,7 @@ class Job:
         options: of all rows; their seed and a row's index determine what is sampled.
         column: of the prompts; None: "prompt" or "messages".
         keep: columns carried over into the records.
+        has_adapters: a row's column "adapter" names the one that it is for.
         ordered: write rows in their order; else as they complete.
     """
 
@@ -75,6 +78,7 @@ class Job:
     column: str | None = None
     keep: Sequence[str] = ()
     ordered: bool = False
+    has_adapters: bool = False
 
     @property
     def window(self) -> int:
@@ -149,12 +153,13 @@ class Job:
             raise InputError(f"the input has {num_before - num_seen} fewer rows than the output; {OTHER_STREAM}")
 
     def _prepare(self, index: int, content: Content, digest: str | None) -> PromptRow:
-        row = PromptRow(index, {}, [], digest)
+        row = PromptRow(index, {}, [], digest=digest)
         if isinstance(content, BadRow):
             row.error = content
             return row
         try:
             row.kept = take_kept(content, self.keep)
+            row.adapter = take_adapter(content) if self.has_adapters else None
             (row.token_ids,) = tokenize([take_prompt(content, self.column)], self.generator.tokenizer)
         except (BadRow, PromptError) as error:
             row.error = error
@@ -195,7 +200,11 @@ class Job:
     def _enqueue(self, row: PromptRow) -> PromptRow:
         if row.error is None:
             try:
-                row.submission = self.generator.enqueue([row.token_ids], self.options, first_index=row.index)
+                options = self.options
+                if self.has_adapters:
+                    call = dataclasses.replace(options.call, adapter=row.adapter)
+                    options = dataclasses.replace(options, call=call)
+                row.submission = self.generator.enqueue([row.token_ids], options, first_index=row.index)
             except ValueError as error:  # the row's own fault: too long, a token id out of range
                 row.submission, row.error = None, error
         return row

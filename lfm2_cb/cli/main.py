@@ -26,6 +26,8 @@ from .bench import bench
 from .flags import (
     Parser,
     UsageError,
+    adapters_of,
+    add_adapter_flags,
     add_engine_flags,
     add_generation_flags,
     add_model_flags,
@@ -108,6 +110,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     add("--retry-errors", action="store_true", help="run the rows in the errors file again")
     add("--quiet", action="store_true", help="no progress bar")
     add("--live", action="store_true", help="a view of the engine instead of the bar, where stderr is a terminal")
+    add_adapter_flags(parser, 'LoRA adapters; a row\'s column "adapter" names its own (none: the base)')
     add_generation_flags(parser)
     add_engine_flags(parser)
     parser.set_defaults(command=_generate)
@@ -150,9 +153,10 @@ def _generate(args: argparse.Namespace) -> int:
     to_pipe = args.output == "-"
     if to_pipe and (args.overwrite or args.retry_errors):
         raise UsageError("--overwrite and --retry-errors go with an output file")
-    with _make_generator(args) as generator:
+    adapters = adapters_of(args)
+    with _make_generator(args, adapters=adapters) as generator:
         resolved = generator.resolve(config, options, face="lfm2-cb generate")
-        job = Job(generator, resolved, args.column, args.keep, args.ordered)
+        job = Job(generator, resolved, args.column, args.keep, args.ordered, bool(adapters))
         job.check_options()
         files = PipeFiles(1) if to_pipe else _job_files(args, source, options, config)
         num_before = len(files.done)
@@ -178,6 +182,8 @@ def _job_files(
         **{"options": options, "generation_config": None if config is None else config.to_dict()},
         **{"format": output.suffix.removeprefix(".")},
     }
+    if adapters := adapters_of(args):
+        record["adapters"] = {name: describe_files(path) for name, path in adapters.items()}
     if output.suffix == ".parquet":
         output, result = output.with_suffix(".jsonl"), output
     return JobFiles(output, record, args.overwrite, args.retry_errors, result)
@@ -209,9 +215,9 @@ def _check_output(args: argparse.Namespace) -> None:
             raise UsageError(f"{path} is the input")
 
 
-def _make_generator(args: argparse.Namespace) -> ContinuousBatchingGenerator:
+def _make_generator(args: argparse.Namespace, **more: Any) -> ContinuousBatchingGenerator:
     options = engine_options(args)  # what is wrong with them is said before the model is loaded
-    return ContinuousBatchingGenerator(*load_from(args), **options)
+    return ContinuousBatchingGenerator(*load_from(args), **options, **more)
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -15,6 +15,8 @@ logger = logging.get_logger("transformers.lfm2_cb")
 
 #: where a row's prompt is looked for, if no column is named
 PROMPT_COLUMNS = ("prompt", "messages")
+#: which adapter a row is for, where --adapter names any
+ADAPTER_COLUMN = "adapter"
 #: rows that are looked at before anything is loaded: if none has a prompt, none is expected to
 FIRST_ROWS = 100
 
@@ -65,6 +67,14 @@ def take_prompt(row: Mapping[str, Any], column: str | None) -> Any:
     if column is None and names[0] == "messages" and isinstance(prompt, str):
         raise BadRow("its messages are text, and no chat; --column messages runs them as text")
     return prompt
+
+
+def take_adapter(row: Mapping[str, Any]) -> str | None:
+    """The name of a row's adapter; None, and nothing at all, is the base. Raises: BadRow."""
+    name = row.get(ADAPTER_COLUMN)
+    if name is not None and not isinstance(name, str):
+        raise BadRow(f"its {ADAPTER_COLUMN} is no name, but {type(name).__name__}")
+    return name or None
 
 
 def take_kept(row: Mapping[str, Any], keep: Sequence[str]) -> dict[str, Any]:

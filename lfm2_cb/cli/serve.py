@@ -9,7 +9,16 @@ from typing import Any
 
 from ..engine.config import EngineConfig
 from ..hf.manager_config import Lfm2CbBatchingConfig, check_config
-from .flags import UsageError, add_engine_flags, add_model_flags, engine_options, load_from, positive
+from .flags import (
+    UsageError,
+    adapters_of,
+    add_adapter_flags,
+    add_engine_flags,
+    add_model_flags,
+    engine_options,
+    load_from,
+    positive,
+)
 
 #: where the key is taken from if it is not on the command line, which other users of a machine can read
 API_KEY_VARIABLE = "LFM2_CB_API_KEY"
@@ -43,6 +52,12 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     add("--address", help='of a Ray cluster to run on, as "auto" or "ray://HOST:10001" (default: one of this machine)')
     add("--cpus-per-replica", type=float, default=1, help="cores, and threads, of each (default: %(default)s)")
     add("--gpus-per-replica", type=float, default=0, help="of each (default: %(default)s)")
+    add_adapter_flags(parser, "LoRA adapters; a request's model=NAME picks one")
+    parser.add_argument(
+        "--adapter-endpoints",
+        action="store_true",
+        help="let clients load and unload adapters, from any folder here (POST /v1/load_lora_adapter, as in vLLM)",
+    )
     add_engine_flags(parser, EngineConfig.for_server())
     sizes = parser.add_argument_group("cache size, instead of --cache-memory").add_mutually_exclusive_group()
     add = sizes.add_argument
@@ -62,7 +77,10 @@ def serve(args: argparse.Namespace) -> int:
     except ImportError as error:
         raise UsageError(f"lfm2-cb serve needs the extra: pip install 'lfm2-cb[serve]' ({error})") from error
     sizes = {name: getattr(args, name) for name in ("num_blocks", "max_memory_percent")}
+    adapters = adapters_of(args)
     if args.replicas != 1 or args.address is not None:
+        if adapters or args.adapter_endpoints:
+            raise UsageError("--adapter and --adapter-endpoints do not go with --replicas or --address")
         return _serve_fleet(args, sizes)
     config = Lfm2CbBatchingConfig.from_engine(EngineConfig(**engine_options(args)), **sizes)
     check_config(config)  # this and the address first: before a model is loaded for nothing
@@ -80,6 +98,8 @@ def serve(args: argparse.Namespace) -> int:
             log_requests=args.access_log,
             shutdown_seconds=args.shutdown_seconds,
             continuous_batching_config=config,
+            adapters=adapters,
+            adapter_endpoints=args.adapter_endpoints,
         )
     return 0
 

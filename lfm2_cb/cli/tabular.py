@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .rows import PROMPT_COLUMNS, BadRow, Content, InputError, Source
+from .rows import ADAPTER_COLUMN, PROMPT_COLUMNS, BadRow, Content, InputError, Source
 
 
 def open_parquet(path: Path, column: str | None, keep: Sequence[str], digest: str) -> Source:
@@ -85,7 +85,7 @@ def choose_columns(name: str, there: Sequence[str], column: str | None, keep: Se
         raise InputError(
             f"{name} has the columns {', '.join(there)}, and not {', '.join(missing) or 'prompt or messages'}"
         )
-    return list(dict.fromkeys([*wanted, *keep]))
+    return list(dict.fromkeys([*wanted, *keep, *(c for c in there if c == ADAPTER_COLUMN)]))
 
 
 class _Hash:

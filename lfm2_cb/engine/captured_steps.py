@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from transformers.utils import logging
 
+from ..adapters.pool import AdaptedKernels, AdapterPool
 from ..model.decode_batch import DecodeBatch
 from ..model.foreign_code import foreign_code
 from ..model.hybrid_cache import HybridCache
@@ -36,11 +37,12 @@ class GraphKey(NamedTuple):
     num_rows: int
     num_threads: int
     sharing: bool  # rows share prefixes
+    adapted: bool  # rows have adapters
 
 
 class CapturedSteps:
     """One graph for each number of rows that a step has had, some together, their intermediates in one arena; and
-    others for steps whose rows share prefixes.
+    others for steps whose rows share prefixes, or have adapters.
 
     A graph holds while the model is what it was. Before every step we look whether its tensors are in their places and
     nobody has hooks on it; after every `invalidate`, also whether a module or a parameter was replaced. A model that
@@ -49,6 +51,7 @@ class CapturedSteps:
     Args:
         compute: the forward of a batch that is captured, to logits `[rows, vocab_size]`.
         arena: for the intermediates.
+        adapters: those that rows may have, where any may.
 
     Attributes: rows_together: beyond so many, one graph is for as many numbers of rows.
     """
@@ -60,9 +63,10 @@ class CapturedSteps:
         kernels: KernelSet,
         compute: Callable[[RaggedBatch], torch.Tensor],
         arena: Arena,
+        adapters: AdapterPool | None = None,
     ) -> None:
         self._model, self._cache, self._kernels, self._compute = model, cache, kernels, compute
-        self._arena = arena
+        self._arena, self._adapters = arena, adapters
         self._graphs: dict[GraphKey, tuple[DecodeBatch, CapturedGraph]] = {}
         self._structure: list[object] = []
         self._tensors: list[torch.Tensor] = []
@@ -88,13 +92,19 @@ class CapturedSteps:
         """
         if (len(rows) > MOST_ROWS and self.rows_together == 1) or not all(map(DecodeBatch.is_decode, rows)):
             return None
-        key = GraphKey(self._num_rows(len(rows)), torch.get_num_threads(), bool(shared))
-        if not self._can_capture(key.sharing):
+        places: list[int] = []
+        if self._adapters is not None and not self._adapters.is_empty:
+            places = [row.adapter for row in rows]
+        adapted = any(place >= 0 for place in places)
+        key = GraphKey(self._num_rows(len(rows)), torch.get_num_threads(), bool(shared), adapted)
+        if not self._can_capture(key.sharing) or (adapted and self._have_own_heads(places)):
             return None
         batch, graph = self._graphs.get(key, (None, None))
         if batch is None or graph is None or not batch.holds(rows):
             return self._capture(key, rows, shared)[: len(rows)]
         batch.fill(rows, shared)
+        if isinstance(batch.kernels, AdaptedKernels):
+            batch.kernels.put(places)
         self._embed(batch)
         return graph.replay()[: len(rows)]
 
@@ -102,16 +112,23 @@ class CapturedSteps:
         """Rows of the graph that runs so many."""
         return count if count < self.rows_together else -(-count // self.rows_together) * self.rows_together
 
+    def _have_own_heads(self, places: Sequence[int]) -> bool:
+        assert self._adapters is not None
+        return any(map(self._adapters.has_own_head, places))
+
     def _embed(self, batch: DecodeBatch) -> None:
         self._kernels.embed(self._model.model.embed_tokens, batch.input_ids, batch.inputs_embeds)
 
     def _capture(self, key: GraphKey, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]]) -> torch.Tensor:
+        kernels = self._kernels
+        if self._adapters is not None:
+            kernels = self._adapters.kernels_for(kernels, rows, key.num_rows)
         longest = max(row.start // self._cache.plan.block_size + 1 for row in rows)
         batch = DecodeBatch(
             rows,
             self._cache,
             self._model.config.conv_L_cache,
-            self._kernels,
+            kernels,
             num_rows=key.num_rows,
             max_blocks=2 * longest,
             inputs_embeds=torch.empty(key.num_rows, self._model.config.hidden_size, dtype=self._model.dtype),

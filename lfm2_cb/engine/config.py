@@ -43,6 +43,7 @@ class EngineConfig:
         trace: a file that gets what each step does, as Chrome trace events ("{pid}" in its name: the process's id).
         sparse_prefill: share of attention's mass, above 0 and up to 1, that prompts' queries cover, by blocks of keys;
             None or 1: all keys. Calls may say otherwise.
+        adapter_memory: of the adapters that are computed with, as `cache_memory`; others rest where they came from.
     Raises: ValueError: an option out of range, by name.
     """
 
@@ -69,10 +70,11 @@ class EngineConfig:
     sparse_prefill: float | None = _option(
         None, float, "long prompts attend to blocks that hold this share of the mass, such as 0.95; default: to all"
     )
+    adapter_memory: int | str = _option("1GiB", str, 'of the adapters that are computed with: bytes, or "512MiB"')
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("max_batch_tokens", "max_sequences", "block_size")}
-        for name, value in {**sizes, "cache_memory": self.cache_bytes}.items():
+        for name, value in {**sizes, "cache_memory": self.cache_bytes, "adapter_memory": self.adapter_bytes}.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if not isinstance(self.prefix_caching, bool):
@@ -101,6 +103,11 @@ class EngineConfig:
         """`cache_memory` in bytes."""
         return parse_bytes(self.cache_memory)
 
+    @property
+    def adapter_bytes(self) -> int:
+        """`adapter_memory` in bytes."""
+        return parse_bytes(self.adapter_memory, "adapter_memory")
+
 
 def check_share(name: str, value: Any) -> None:
     """Raises: ValueError: neither None nor a number above 0 and up to 1."""
@@ -108,12 +115,12 @@ def check_share(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be a number above 0 and up to 1, or None, got {value!r}")
 
 
-def parse_bytes(value: int | str) -> int:
+def parse_bytes(value: int | str, name: str = "cache_memory") -> int:
     """Bytes from a number, or from text such as "2GiB", "512 MiB", "1.5GB". Raises: ValueError."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", value, re.I) if isinstance(value, str) else None
     if match is None:
-        raise ValueError(f"cache_memory must be bytes or text such as '2GiB', got {value!r}")
+        raise ValueError(f"{name} must be bytes or text such as '2GiB', got {value!r}")
     number, unit, binary = match.groups()
     return math.floor(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))

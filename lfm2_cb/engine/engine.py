@@ -7,13 +7,16 @@ import os
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from transformers.utils import logging
 
+from ..adapters.pool import MAX_PLACES, AdapterPool
 from ..model.hybrid_cache import CachePlan
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.weight_bytes import WeightBytes
+from ..scheduling.adapters import AdapterPlaces
 from ..scheduling.cache_manager import CacheManager
 from ..scheduling.policies import make_policy
 from ..scheduling.request import FinishReason, Request
@@ -66,8 +69,10 @@ class Engine:
             config.max_batch_tokens,
             config.max_sequences,
             decode_budget=self._decode_budget,
+            adapters=AdapterPlaces(config.adapter_bytes, MAX_PLACES),
         )
-        self.runner = ModelRunner(model, self.plan, config.kernels)
+        self.adapters = AdapterPool(model, MAX_PLACES)
+        self.runner = ModelRunner(model, self.plan, config.kernels, self.adapters)
         self._drafters: dict[object, Drafter] = {}
         self._inbox: deque[list[Request]] = deque()
         self._cancelled: deque[Request] = deque()
@@ -143,6 +148,10 @@ class Engine:
                     r.draft_tracker = DraftTracker(self.prompt_lookup())
         self._inbox.append(requests)
 
+    def load_adapter(self, name: str, source: Any) -> None:
+        """As `AdapterPool.load`. Raises: AdapterError; AdapterTooLarge."""
+        self.adapters.load(name, source, self.scheduler.adapters.check_fits)
+
     def check_model(self) -> None:
         """Raises: ModelChanged: what was done to the model (or the assistant) cannot be followed."""
         for runner in self._runners():
@@ -164,6 +173,9 @@ class Engine:
         outputs = self._drain_inbox()
         self.speculation.draft(self.scheduler.running)
         rows = self.scheduler.schedule()
+        if changes := self.scheduler.adapters.take_changes():
+            outputs += self._exchange_adapters(changes)
+            rows = [row for row in rows if not row.request.is_finished]
         if not rows:
             self.runner.release()
             return outputs
@@ -178,6 +190,26 @@ class Engine:
         self.speculation.timed(num_tokens, num_drafts, end - start)
         if (trace := self._trace) is not None:
             trace.add_step(rows, start, end, self.scheduler, self.speculation.num_accepted)
+        return outputs
+
+    def _exchange_adapters(self, changes: dict[int, Any]) -> list[StepOutput]:
+        """Fill the places that adapters were given, the others' first let go. Requests for one that cannot be had end
+        alone."""
+        outputs, missing = [], {place: adapter for place, adapter in changes.items() if adapter is not None}
+        for place in changes:
+            self.adapters.clear(place)
+        try:
+            for place, adapter in list(missing.items()):
+                try:
+                    self.adapters.fill(place, adapter)
+                    del missing[place]
+                except Exception as error:
+                    for request in [r for r in self.scheduler.running if r.adapter is adapter]:
+                        request.error = error
+                        outputs.append(self._finish(request, [], FinishReason.ERROR))
+        finally:
+            for adapter in missing.values():
+                self.scheduler.adapters.drop(adapter)
         return outputs
 
     def _decode_budget(self) -> int | None:
@@ -203,6 +235,7 @@ class Engine:
     def _follow_model(self) -> None:
         changed = [runner.follow_model() for runner in self._runners()]
         if changed[0]:
+            self.adapters.follow_model()
             self.forget_cached()
 
     def forget_cached(self) -> None:

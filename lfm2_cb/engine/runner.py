@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..adapters.pool import AdapterPool
 from ..model.changes import ModelWatch
 from ..model.configuration import layers_of_type, rope_type
 from ..model.conversion import stock_of
@@ -34,19 +35,27 @@ class ModelRunner:
 
     `cascade = False`, on an instance or the class, makes every row read its own keys even where rows share them;
     `capturing = False` runs every step through the model's Python.
+
+    Args: adapters: those that rows may have, where any may.
     """
 
     cascade = True
     capturing = True
 
-    def __init__(self, model: Lfm2CbForCausalLM, plan: CachePlan, kernels: str = "auto") -> None:
+    def __init__(
+        self,
+        model: Lfm2CbForCausalLM,
+        plan: CachePlan,
+        kernels: str = "auto",
+        adapters: AdapterPool | None = None,
+    ) -> None:
         config = model.config
         kind = rope_type(config)
         if kind in LENGTH_DEPENDENT_ROPE:
             raise ValueError(f"rope_type={kind!r} depends on the longest sequence of a batch: use stock generate()")
         if not layers_of_type(config, "full_attention") and not layers_of_type(config, "conv"):
             raise ValueError("the config has neither attention nor conv layers")
-        self.model, self.kernel_size = model, config.conv_L_cache
+        self.model, self.kernel_size, self.adapters = model, config.conv_L_cache, adapters
         self.kernels = KernelSet.resolve(kernels, model.device, model.dtype)
         if self.kernels.native is not None:
             stock = stock_of(model)
@@ -58,7 +67,7 @@ class ModelRunner:
         self.arena = Arena()  # for the intermediates of native steps
         self.captured = None
         if self.kernels.native is not None:
-            self.captured = CapturedSteps(model, self.cache, self.kernels, self._compute, self.arena)
+            self.captured = CapturedSteps(model, self.cache, self.kernels, self._compute, self.arena, adapters)
 
     @property
     def native(self) -> NativeKernels | None:
@@ -83,7 +92,8 @@ class ModelRunner:
                 self._batch = None
                 return logits
             self.captured.invalidate()
-        self._batch = RaggedBatch(rows, self.cache, self.kernel_size, shared, self.kernels)
+        kernels = self.kernels if self.adapters is None else self.adapters.kernels_for(self.kernels, rows)
+        self._batch = RaggedBatch(rows, self.cache, self.kernel_size, shared, kernels)
         with lend(self.arena):
             return self._compute(self._batch)
 
@@ -98,7 +108,7 @@ class ModelRunner:
         ).last_hidden_state
         if len(batch.logits_index) < len(hidden_states):
             hidden_states = hidden_states[batch.logits_index]
-        return self.kernels.linear(self.model.lm_head, hidden_states)
+        return batch.kernels.linear(self.model.lm_head, hidden_states)
 
     def check_model(self) -> None:
         """Look whether the model can still be run. From any thread. Raises: ModelChanged."""
@@ -136,6 +146,7 @@ class ModelRunner:
             1 + row.num_drafts if row.samples else 0,
             row.num_drafts,
             _sparse(row),
+            request.adapter_place,
         )
 
 

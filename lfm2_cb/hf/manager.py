@@ -93,11 +93,17 @@ class Lfm2CbManager(ContinuousBatchingManager):
                 if self._live or self.is_running():
                     raise RuntimeError("the model was moved or replaced while the manager runs: stop it before")
             options = engine_config(self.continuous_batching_config, ours)
-            self._generator = ContinuousBatchingGenerator(ours, **vars(options))
+            adapters = getattr(self.continuous_batching_config, "adapters", None)
+            self._generator = ContinuousBatchingGenerator(ours, **vars(options), adapters=adapters)
             self._placed = (ours.dtype, ours.device)
             engine = self._generator.engine
             self.batch_processor = BatchProcessor(engine, SchedulerView(engine, self._live))
             return self._generator
+
+    @property
+    def generator(self) -> ContinuousBatchingGenerator:
+        """The engine's face, for what stock's manager has no word for: adapters."""
+        return self._prepare()
 
     def warmup(self) -> None:
         """Build the engine and run a token through it: whatever is built on first use is then there."""

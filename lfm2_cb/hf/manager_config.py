@@ -30,6 +30,8 @@ class Lfm2CbBatchingConfig(ContinuousBatchingConfig):
     max_step_seconds: float | None = EngineConfig.max_step_seconds
     trace: str | None = EngineConfig.trace
     sparse_prefill: float | None = EngineConfig.sparse_prefill
+    adapter_memory: int | str = EngineConfig.adapter_memory
+    adapters: dict[str, Any] | None = None  # as in `ContinuousBatchingGenerator`
 
     @classmethod
     def from_engine(cls, options: EngineConfig, **more: Any) -> Lfm2CbBatchingConfig:
@@ -46,7 +48,10 @@ class Lfm2CbBatchingConfig(ContinuousBatchingConfig):
 
 
 #: what `Lfm2CbBatchingConfig` adds
-OURS = ("cache_memory", "policy", "drafting", "kernels", "cache_dtype", "max_step_seconds", "trace", "sparse_prefill")
+OURS = (
+    *("cache_memory", "policy", "drafting", "kernels", "cache_dtype", "max_step_seconds", "trace", "sparse_prefill"),
+    "adapter_memory",
+)
 
 #: fields that the engine or the manager follows
 HONOURED = {
@@ -97,7 +102,7 @@ def check_config(config: ContinuousBatchingConfig) -> None:
     for name, value in vars(config).items():
         if name in REFUSED and value not in REFUSED[name]:
             raise UnsupportedOptionError(f"ContinuousBatchingConfig.{name}={value!r} is not supported by lfm2_cb")
-        if name not in HONOURED.union(INERT, REFUSED, OURS):
+        if name not in HONOURED.union(INERT, REFUSED, OURS, ["adapters"]):
             raise UnsupportedOptionError(f"ContinuousBatchingConfig.{name} is not known to lfm2_cb")
     if config.num_blocks is not None and not (isinstance(config.num_blocks, int) and config.num_blocks >= 1):
         raise ValueError(f"num_blocks must be a positive integer, got {config.num_blocks!r}")

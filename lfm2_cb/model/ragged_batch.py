@@ -30,6 +30,7 @@ class Row:
     num_logits: int = 0  # how many of the last tokens need logits
     num_drafts: int = 0  # how many of the last tokens are guesses: their conv state is written by `commit_conv_state`
     sparse: SparsePrefill | None = None  # how its queries attend; None: to all keys
+    adapter: int = -1  # place of its adapter; below 0: it has none
 
 
 class RaggedBatch:

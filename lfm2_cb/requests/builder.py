@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
+from ..adapters.peft_config import AdapterError
 from ..engine.constraints import Constraint
 from ..engine.drafting import DraftTracker
 from ..engine.engine import Engine
@@ -92,7 +93,7 @@ class RequestBuilder:
             first_index: place of the first prompt in the call, whose options may have one entry a prompt.
             number_offset: added to a prompt's place for what it counts as in seeds and `prefix_allowed_tokens_fn`.
             width: padded length of a tensor of prompts, which total lengths (`max_length`) then count from.
-        Raises: PromptError; RequestTooLarge: what is wrong with a prompt, or with its limit.
+        Raises: PromptError; RequestTooLarge; AdapterError: what is wrong with a prompt, its limit, or its adapter.
         """
         requests = []
         for index, ids in enumerate(token_ids, first_index):
@@ -100,7 +101,7 @@ class RequestBuilder:
                 if isinstance(ids, PromptError):
                     raise ids
                 requests.append(self._build_one(index, index + number_offset, ids, options, width))
-            except (PromptError, RequestTooLarge) as error:
+            except (PromptError, RequestTooLarge, AdapterError) as error:
                 if options.call.on_error == "raise":
                     raise
                 requests.append(self._failed(index, [] if isinstance(ids, PromptError) else ids, options, error))
@@ -112,6 +113,7 @@ class RequestBuilder:
         config, call = options.of_prompt(index).config, options.call
         check_prompt(index, ids, self.model.config.vocab_size, self.model.config.max_position_embeddings)
         padding = 0 if width is None else width - len(ids)
+        adapter = _of_prompt(call.adapter, index)
         limit = max_new_tokens(options, index, len(ids), padding, self.model.config.max_position_embeddings)
         first, *rest = (
             Request(
@@ -122,6 +124,7 @@ class RequestBuilder:
                 params=self._params(index, sequence_seed(call.seed, number, i), number, ids, limit, padding, options),
                 use_prefix_cache=_of_prompt(call.use_prefix_cache, index),
                 sparse_prefill=self._sparse_prefill(_of_prompt(call.sparse_prefill, index)),
+                adapter=None if adapter is None else self.engine.adapters.get(adapter),
             )
             for i in range(config.num_return_sequences or 1)
         )

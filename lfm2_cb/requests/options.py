@@ -104,6 +104,7 @@ class CallOptions:
     use_prefix_cache: bool | Sequence[bool] = True  # whether to reuse, and to leave, cached prefixes; as above
     sparse_prefill: float | Sequence[float | None] | None = None  # of attention's mass; None: as the engine; as above
     structured: Any = None  # what answers look like: a compiled `Grammar`, or a list with one (or None) a prompt
+    adapter: Any = None  # name of an adapter, or a list with one (None: the base) a prompt
     assistant_model: Any = None  # a smaller LFM2 of the same vocabulary, to guess tokens
     on_error: str = "raise"  # "return": a prompt that cannot be run has an output with its error, and others run
 
@@ -179,7 +180,7 @@ def resolve_options(
         if len(limits) != num_prompts:
             raise ValueError(f"max_new_tokens has {len(limits)} entries for {num_prompts} prompts")
         kwargs["max_new_tokens"] = max(limits, default=1)
-    for name in ("priority", "use_prefix_cache", "structured", "sparse_prefill"):
+    for name in ("priority", "use_prefix_cache", "structured", "sparse_prefill", "adapter"):
         value = getattr(call, name)
         if isinstance(value, (list, tuple)) and len(value) != num_prompts:
             raise ValueError(f"{name} has {len(value)} entries for {num_prompts} prompts")

@@ -313,7 +313,39 @@ class LengthAware(Policy):
         return max(1, budget // 2) if is_long else budget
 
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Policy, Batch, PastFuture, LengthAware)}
+class ByAdapter(Policy):
+    """Requests for one adapter run side by side, so that it is brought in once for many of them.
+
+    The first of them opens a group, which those that arrive among the next `window` requests join: they are served in
+    its place. So nobody lets more than `window` later ones pass, whatever is asked for.
+
+    Args: window: requests.
+    """
+
+    name = "by_adapter"
+
+    def __init__(self, window: int = 256, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.window = window
+        self._opened: dict[int, int] = {}  # by the adapter's id: arrival of the first of its group
+
+    def plan(self, requests: Sequence[Request], cache: CacheManager) -> None:
+        for r in (r for request in requests for r in (request, *request.forks)):
+            key = 0 if r.adapter is None else r.adapter.adapter_id
+            first = self._opened.get(key)
+            if first is None or r.arrival_order > first + self.window:
+                first = self._opened[key] = r.arrival_order
+            r.queue_order = first, r.arrival_order
+        oldest = requests[-1].arrival_order - self.window if requests else 0
+        self._opened = {key: first for key, first in self._opened.items() if first >= oldest}
+
+    def order(self, request: Request) -> Any:
+        return request.queue_order
+
+
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (Policy, Batch, PastFuture, LengthAware, ByAdapter)
+}
 
 
 def make_policy(policy: str | Policy) -> Policy:

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
+from .adapters import Adapter
 from .block_pool import ROOT, ContentId
 
 
@@ -53,6 +54,7 @@ class Request:
     params: Any = None  # the engine's; opaque here
     use_prefix_cache: bool = True
     sparse_prefill: float | None = None  # share of attention's mass that its prompt's queries cover; None: all
+    adapter: Adapter | None = None
 
     forks: list[Request] = field(init=False, default_factory=list)  # siblings that start from this one's prompt
     fork_of: Request | None = field(init=False, default=None)
@@ -68,6 +70,7 @@ class Request:
     num_computed_tokens: int = 0  # tokens whose K/V and conv state the cache holds
     block_table: list[int] = field(default_factory=list)  # block_id of each block_size tokens
     state_slot: int | None = None
+    adapter_place: int = -1  # of its adapter, while it runs; below 0: it has none
     num_hashed_blocks: int = 0  # leading blocks the prefix cache knows
     last_content_id: ContentId = ROOT  # content id of the last of those
     restore_block: int | None = None  # block whose conv checkpoint the next step starts from
@@ -89,8 +92,9 @@ class Request:
 
     @property
     def root_content_id(self) -> ContentId:
-        """Of its empty prefix: what is computed sparsely is for those alone that compute as sparsely."""
-        return ROOT if self.sparse_prefill is None else ("sparse_prefill", self.sparse_prefill)
+        """Of its empty prefix: what is computed sparsely, or with an adapter, is for those alone that compute so."""
+        how: tuple[object, ...] = () if self.sparse_prefill is None else ("sparse_prefill", self.sparse_prefill)
+        return how + (() if self.adapter is None else ("adapter", self.adapter.adapter_id)) or ROOT
 
     @property
     def num_tokens(self) -> int:

@@ -10,6 +10,7 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .adapters import AdapterPlaces
 from .block_pool import Block
 from .cache_manager import CacheManager, Fork
 from .policies import Policy
@@ -47,6 +48,7 @@ class Scheduler:
         decode_budget: how many tokens a step that decodes may have, asked at each such step; None: as any other.
             A prefill chunk is what is left of it, but not less than `MIN_CHUNK` tokens: decodes then wait no longer
             for their next token than it takes to compute so many (Sarathi-Serve's bound on mixed batches).
+        adapters: the places of requests' adapters; None: no request has one.
     """
 
     def __init__(
@@ -57,7 +59,9 @@ class Scheduler:
         max_sequences: int,
         clock: Callable[[], float] = time.perf_counter,
         decode_budget: Callable[[], int | None] = lambda: None,
+        adapters: AdapterPlaces | None = None,
     ) -> None:
+        self.adapters = adapters if adapters is not None else AdapterPlaces(0, 0)
         self.cache, self.policy, self._clock, self._decode_budget = cache, policy, clock, decode_budget
         self.max_batch_tokens = max_batch_tokens
         self.max_sequences = min(max_sequences, max_batch_tokens, cache.num_slots)
@@ -161,6 +165,8 @@ class Scheduler:
                 continue
             if not self.policy.may_admit(request, match, self.running, self.cache):
                 break
+            if request.adapter is not None and not self.adapters.has_room(request.adapter):
+                break
             # Keep a block free for each running request, or the next step may have to throw this one out again.
             if not self.cache.admit(request, match, num_reserved=len(self.running)):
                 break
@@ -173,6 +179,8 @@ class Scheduler:
 
     def _start(self, request: Request) -> None:
         request.status = RequestStatus.RUNNING
+        if request.adapter is not None:
+            request.adapter_place = self.adapters.acquire(request.adapter)
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = self._clock()
         insort(self.running, request, key=lambda r: (*self.policy.rank(r), r.arrival_order))
@@ -223,8 +231,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take a running request's memory; it waits again, in its old place, and recomputes what is not cached."""
-        self.running.remove(request)
-        self.cache.free(request)
+        self._stop(request)
         request.status = RequestStatus.WAITING
         request.draft_token_ids = []
         request.metrics.num_preemptions += 1
@@ -238,8 +245,7 @@ class Scheduler:
         request.status, request.finish_reason = RequestStatus.FINISHED, reason
         request.metrics.finish_time = self._clock()
         if was_running:
-            self.running.remove(request)
-            self.cache.free(request)
+            self._stop(request)
         elif request.fork_of is not None and request in request.fork_of.forks:
             request.fork_of.forks.remove(request)
         elif any(r is request for _, r in self._deferred):
@@ -251,10 +257,19 @@ class Scheduler:
             self.policy.push(child)
         request.forks = []
 
+    def _stop(self, request: Request) -> None:
+        """Take all that a running request has."""
+        self.running.remove(request)
+        self.cache.free(request)
+        if request.adapter is not None:
+            self.adapters.release(request.adapter)
+            request.adapter_place = -1
+
     def check_integrity(self) -> None:
-        """Assert that the cache belongs to exactly the running requests."""
+        """Assert that the cache and the adapters' places belong to exactly the running requests."""
         assert len(self.running) <= self.max_sequences
         self.cache.check_integrity(self.running)
+        self.adapters.check_integrity([r.adapter for r in self.running if r.adapter is not None])
 
 
 def _num_pending(request: Request) -> int:

@@ -24,6 +24,7 @@ OTHERS = {
     "max_step_seconds": "0.5",
     "cache_dtype": "int8",
     "trace": "t.json",
+    "adapter_memory": "64MiB",
 }
 COMMANDS = {"generate": ["--input", "i", "--output", "o"], "bench": [], "info": []}
 

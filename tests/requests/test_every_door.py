@@ -79,7 +79,7 @@ MARKS = {
 #: options that have tests of their own, with what they return, or are no request's
 ELSEWHERE = {"num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits", "max_time"}
 ELSEWHERE |= {"pad_token_id", "bos_token_id", "forced_bos_token_id", "max_matching_ngram_size", "num_assistant_tokens"}
-ELSEWHERE |= {"renormalize_logits", "remove_invalid_values", "tokenizer", "on_error"}
+ELSEWHERE |= {"adapter", "renormalize_logits", "remove_invalid_values", "tokenizer", "on_error"}
 
 
 class Doors:

@@ -1,0 +1,236 @@
+"""AdapterPool: the adapters of an engine: those that are known, by name, and those that are in memory to compute with.
+
+Known adapters are a table of names, shapes and keys; their tensors rest where they came from (a mapped file, or the
+copy of a live model's). Which of them are in memory, under one budget of bytes, `scheduling.adapters` decides: here a
+place is filled, or let go.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..model.modeling import Lfm2CbForCausalLM
+from ..model.ragged_batch import Row
+from ..ops.adapters import FIELDS, Delta, Routing, add_deltas, reference_delta
+from ..ops.kernel_set import KernelSet
+from ..ops.linear.table import DENSE, product
+from ..ops.memory import zeros
+from ..ops.native import NativeKernels
+from .adapter import Adapter, read_adapter
+from .peft_config import AdapterError
+from .projections import Projection, projections_of
+from .sources import Folder, Source
+
+#: adapters in memory at once, at most: more than sequences run
+MAX_PLACES = 4096
+
+
+@dataclass
+class Active:
+    """An adapter in memory. deltas: by index of the part; head: `[vocab_size, hidden]`."""
+
+    adapter: Adapter
+    deltas: dict[int, Delta] = field(default_factory=dict)
+    head: torch.Tensor | None = None
+
+
+class AdapterPool:
+    """Args: model: the engine's; max_places: adapters in memory at once, at most."""
+
+    def __init__(self, model: Lfm2CbForCausalLM, max_places: int) -> None:
+        self.model, self.max_places = model, max_places
+        self._known: dict[str, Adapter] = {}
+        self._projections: list[Projection] = []
+        self._active: dict[int, Active] = {}  # by place
+        self._layers: dict[nn.Module, AdaptedLayer] = {}
+        self._table: torch.Tensor | None = None
+
+    # Names
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._known)
+
+    def load(
+        self, name: str, source: str | os.PathLike[str] | Source, check: Callable[[Adapter], None] = lambda _: None
+    ) -> None:
+        """Make an adapter known, in the place of one that had its name. From any thread.
+
+        Args: check: raises where there is no room for such an adapter.
+        Raises: AdapterError: it cannot be applied, with the key. TypeError.
+        """
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"an adapter's name must be text, got {name!r}")
+        if isinstance(source, (str, os.PathLike)):
+            try:
+                source = Folder(source)
+            except AdapterError as error:
+                raise AdapterError(f"adapter {name!r}: {error}") from error
+        if not self._projections:
+            self._projections = projections_of(self.model)
+        adapter = read_adapter(name, source, self.model, self._projections)
+        check(adapter)
+        self._known[name] = adapter
+
+    def unload(self, name: str) -> None:
+        """Forget a name; requests that have its adapter keep it. Raises: AdapterError: there is none."""
+        if self._known.pop(name, None) is None:
+            raise self._unknown(name)
+
+    def get(self, name: str) -> Adapter:
+        """Raises: AdapterError: there is none."""
+        try:
+            return self._known[name]
+        except (KeyError, TypeError):
+            raise self._unknown(name) from None
+
+    def _unknown(self, name: Any) -> AdapterError:
+        known = ", ".join(map(repr, self._known)) if 0 < len(self._known) <= 10 else f"{len(self._known)} others"
+        return AdapterError(f"there is no adapter {name!r}" + (f" ({known} are loaded)" if self._known else ""))
+
+    # Places; between two steps only
+
+    def fill(self, place: int, adapter: Adapter) -> None:
+        """Bring an adapter in memory, in an empty place. Raises: AdapterError: it cannot be had."""
+        tensors = adapter.source.read()
+        memory = zeros((adapter.num_bytes,), torch.uint8, self.model.device)
+        active, start = Active(adapter), 0
+        for change in adapter.changes:
+            delta = change.shape.carve(memory, start, self.model.dtype)
+            change.fill(delta, tensors, self.model)
+            active.deltas[change.part.index] = delta
+            start += change.shape.num_bytes(self.model.dtype)
+        if adapter.head is not None:
+            shape = self.model.config.vocab_size, self.model.config.hidden_size
+            active.head = memory[start:].view(self.model.dtype).view(shape)
+            active.head.copy_(tensors[adapter.head])
+        self._put(place, active)
+
+    def clear(self, place: int) -> None:
+        """Let go of what is there."""
+        if self._active.pop(place, None) is not None:
+            self._descriptors()[place] = 0
+
+    def follow_model(self) -> None:
+        """The base may have been changed: compute again what depends on it."""
+        self._layers = {}
+        for place, active in list(self._active.items()):
+            if any(change.depends_on_base for change in active.adapter.changes):
+                self.clear(place)
+                self.fill(place, active.adapter)
+
+    def _put(self, place: int, active: Active) -> None:
+        self._active[place] = active
+        described = self._descriptors()[place].numpy()
+        for index, delta in active.deltas.items():
+            described[index] = delta.describe()
+
+    def _descriptors(self) -> torch.Tensor:
+        """int64 `[places, parts, FIELDS]`, which stays where it is."""
+        if self._table is None:
+            num_parts = sum(len(projection.parts) for projection in self._projections)
+            self._table = zeros((self.max_places, num_parts, FIELDS), torch.int64, torch.device("cpu"))
+        return self._table
+
+    # A step
+
+    def kernels_for(self, kernels: KernelSet, rows: Sequence[Row], num_rows: int = 0) -> KernelSet:
+        """What the layers of a batch compute with: `kernels` themselves where no row has an adapter.
+
+        Args: num_rows: of a batch that has more places than rows, as many.
+        """
+        places = [] if self.is_empty else [row.adapter for row in rows]
+        if not any(place >= 0 for place in places):
+            return kernels
+        if not self._layers:
+            head = self.model.get_output_embeddings()
+            for projection in self._projections:
+                module = self.model.get_submodule(projection.name)
+                self._layers[module] = AdaptedLayer(projection, self._descriptors(), module is head)
+        tokens, logits = [len(row.token_ids) for row in rows], [row.num_logits for row in rows]
+        left_over = max(0, num_rows - len(rows))
+        routes = [Routing(np.append(np.repeat(places, n), [-1] * left_over)) for n in (tokens, logits)]
+        return AdaptedKernels(kernels, self._layers, self._active, *routes)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no adapter is in memory, so that no row can have one."""
+        return not self._active
+
+    def has_own_head(self, place: int) -> bool:
+        """Whether its adapter has a head of its own, which no captured step can run."""
+        return place >= 0 and self._active[place].head is not None
+
+
+class AdaptedLayer:
+    """One of our linear layers: its parts, and the descriptions of all adapters' changes of it."""
+
+    def __init__(self, projection: Projection, table: torch.Tensor, is_head: bool) -> None:
+        self.parts, self.is_head = projection.parts, is_head
+        self.table = table[:, self.parts[0].index :]
+        self.edges = torch.tensor([*(part.begin for part in self.parts), self.parts[-1].end])
+
+
+class AdaptedKernels(KernelSet):
+    """The kernels of a batch whose rows have adapters: a linear layer's outputs are changed after it has run.
+
+    A batch without any has an engine's own `KernelSet`, and nothing here is run.
+    """
+
+    def __init__(
+        self,
+        kernels: KernelSet,
+        layers: dict[nn.Module, AdaptedLayer],
+        active: dict[int, Active],
+        tokens: Routing,
+        logits: Routing,
+    ) -> None:
+        super().__init__(kernels.native)
+        self._layers, self._active = layers, active
+        self._tokens, self._logits = tokens, logits
+
+    def put(self, places: Sequence[int]) -> None:
+        """Other rows in the place of those before, no more than they were, each with logits."""
+        self._tokens.put(places)
+        self._logits.put(places)
+
+    def linear(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = super().linear(module, x)
+        layer = self._layers.get(module)
+        if layer is None:
+            return y
+        routing = self._logits if layer.is_head else self._tokens
+        if layer.is_head:
+            self._replace_heads(y, x, routing)
+        if self.native is not None and x.dtype == y.dtype and y.is_contiguous():
+            add_deltas(self.native, y, x.contiguous(), layer.table, layer.edges, routing)
+        else:
+            self._add_by_torch(y, x, layer, routing)
+        return y
+
+    def _replace_heads(self, y: torch.Tensor, x: torch.Tensor, routing: Routing) -> None:
+        for place, rows in routing.groups.items():
+            if (head := self._active[place].head) is not None:
+                index = torch.from_numpy(rows).to(x.device)
+                inputs = x[index]
+                y[index] = _multiply(self.native, inputs, head)
+
+    def _add_by_torch(self, y: torch.Tensor, x: torch.Tensor, layer: AdaptedLayer, routing: Routing) -> None:
+        for place, rows in routing.groups.items():
+            index, deltas = torch.from_numpy(rows).to(x.device), self._active[place].deltas
+            for part in layer.parts:
+                if (delta := deltas.get(part.index)) is not None:
+                    outputs = slice(part.begin, part.end)
+                    y[index, outputs] = reference_delta(y[index, outputs], x[index], delta)
+
+
+def _multiply(native: NativeKernels | None, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T`."""
+    return x @ weight.T if native is None else product(DENSE, x.dtype, native.isa, len(x))(native, x, weight, None)

@@ -1,0 +1,150 @@
+"""Low-rank changes of a linear layer's outputs, each row's by its own adapter: `y + B (A x)`, over rows grouped by it.
+
+S-LoRA (arXiv 2311.03285) and Punica (arXiv 2310.18547): shrink to the rank, expand to the outputs, ranks mixed. An
+adapter's matrices are read once for all its rows of a step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .native import NativeKernels
+
+#: outputs that lie side by side in `Delta.b`
+PANEL = 32
+#: bytes: tensors of a `Delta` begin at multiples of it
+ALIGNMENT = 64
+#: int64 values that describe a `Delta` to the kernel: the addresses of its tensors, and its rank
+FIELDS = 5
+#: most rows of a task of the kernel's
+TASK_ROWS = 16
+
+
+class Delta(NamedTuple):
+    """What an adapter does to the outputs of one stock layer: `y * ratio + expand(shrink(x)) + addend`.
+
+    a: `[rank, in]`; b: `[ceil(out / PANEL), rank, PANEL]`, `PANEL` outputs after another, with zeros beyond the last;
+    both in the model's dtype, and None where only biases change. ratio, addend: fp32 `[ceil(out / PANEL) * PANEL]`, or
+    None.
+    """
+
+    a: torch.Tensor | None
+    b: torch.Tensor | None
+    ratio: torch.Tensor | None
+    addend: torch.Tensor | None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.a is None else len(self.a)
+
+    def describe(self) -> list[int]:
+        """The `FIELDS` of it."""
+        return [0 if t is None else t.data_ptr() for t in self] + [self.rank]
+
+
+class DeltaShape(NamedTuple):
+    """What a `Delta` has room for."""
+
+    in_features: int
+    out_features: int
+    rank: int
+    has_ratio: bool
+    has_addend: bool
+
+    def num_bytes(self, dtype: torch.dtype) -> int:
+        return sum(_aligned(size) for size in self._sizes(dtype))
+
+    def carve(self, memory: torch.Tensor, start: int, dtype: torch.dtype) -> Delta:
+        """A delta in `num_bytes` of memory (uint8) from `start` on, an aligned place."""
+        panels, tensors = -(-self.out_features // PANEL), []
+        shapes = ((self.rank, self.in_features), (panels, self.rank, PANEL), (panels * PANEL,), (panels * PANEL,))
+        kinds = (dtype, dtype, torch.float32, torch.float32)
+        for size, shape, kind in zip(self._sizes(dtype), shapes, kinds, strict=True):
+            tensors.append(memory[start : start + size].view(kind).view(shape) if size else None)
+            start += _aligned(size)
+        return Delta(*tensors)
+
+    def _sizes(self, dtype: torch.dtype) -> tuple[int, int, int, int]:
+        width = -(-self.out_features // PANEL) * PANEL
+        matrices = (self.rank * self.in_features * dtype.itemsize, self.rank * width * dtype.itemsize)
+        return *matrices, 4 * width * self.has_ratio, 4 * width * self.has_addend
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def lay_out(b: torch.Tensor) -> torch.Tensor:
+    """B `[out, rank]` as a `Delta` has it."""
+    outputs, rank = b.shape
+    whole = b.new_zeros(-(-outputs // PANEL) * PANEL, rank)
+    whole[:outputs] = b
+    return whole.view(-1, PANEL, rank).transpose(1, 2)
+
+
+def reference_delta(y: torch.Tensor, x: torch.Tensor, delta: Delta) -> torch.Tensor:
+    """The torch reference. Args: y `[rows, out]`, the base's outputs; x `[rows, in]`. Returns: `[rows, out]`."""
+    outputs = y.shape[-1]
+    changed = y.float() if delta.ratio is None else y.float() * delta.ratio[:outputs]
+    if delta.a is not None and delta.b is not None:
+        shrunk = x.float() @ delta.a.float().T
+        changed = changed + torch.matmul(shrunk, delta.b.float()).transpose(0, 1).flatten(1)[:, :outputs]
+    if delta.addend is not None:
+        changed = changed + delta.addend[:outputs]
+    return changed.to(y.dtype)
+
+
+class Routing:
+    """Which rows of a batch have which adapter, in tensors that stay where they are when other rows are `put`.
+
+    Attributes:
+        groups: place of each adapter → its rows, ascending.
+        order: int64 `[rows]`: all rows that have an adapter, by adapter.
+        tasks: int64 `[1 + rows, 3]`: how many tasks there are (in the first), then of each the adapter's place, and
+            the run of `order` that it is for: first and count.
+
+    Args: places: of each row's adapter; below 0: it has none.
+    """
+
+    def __init__(self, places: Sequence[int] | np.ndarray) -> None:
+        self.order = torch.zeros(len(places), dtype=torch.int64)
+        self.tasks = torch.zeros(1 + len(places), 3, dtype=torch.int64)
+        self.put(places)
+
+    def put(self, places: Sequence[int] | np.ndarray) -> None:
+        """Other rows, no more than there were at first."""
+        rows = np.asarray(places)
+        order = np.argsort(rows, kind="stable")
+        order = order[np.searchsorted(rows[order], 0) :]
+        self.groups: dict[int, np.ndarray] = {}
+        tasks, first = [], 0
+        for place, count in zip(*np.unique(rows[order], return_counts=True), strict=True):
+            self.groups[int(place)] = order[first : first + count]
+            num_tiles = -(-count // TASK_ROWS)
+            edges = first + np.arange(num_tiles + 1) * count // num_tiles
+            tasks += [(place, begin, end - begin) for begin, end in itertools.pairwise(edges)]
+            first += count
+        self.order.numpy()[: len(order)] = order
+        self.tasks.numpy()[0, 0] = len(tasks)
+        if tasks:
+            self.tasks.numpy()[1 : 1 + len(tasks)] = tasks
+
+
+def add_deltas(
+    native: NativeKernels, y: torch.Tensor, x: torch.Tensor, table: torch.Tensor, edges: torch.Tensor, routing: Routing
+) -> None:
+    """`reference_delta` for all rows that have an adapter, in place in y; sums in fp32, rounded once.
+
+    Args:
+        y: `[rows, out]`; x `[rows, in]`; both fp32 or both bf16, contiguous.
+        table: int64 `[places, parts of the model, FIELDS]`, from the first part of this layer on: `Delta.describe` of
+            each; zeros: none.
+        edges: int64 `[parts + 1]`: where the parts of this layer begin among its outputs, and the end.
+    """
+    shape = *x.shape[-1:], y.shape[-1], len(edges) - 1, table.stride(0)
+    native.call("add_deltas", x, y, table, edges, routing.order, routing.tasks, *shape, x.dtype == torch.bfloat16)
