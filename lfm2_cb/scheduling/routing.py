@@ -101,7 +101,8 @@ class PrefixRouter:
         return min(self._random.sample(free, min(2, len(free))), key=loads.__getitem__)
 
     def _draw(self, names: list[str]) -> list[str]:
-        return names if len(names) <= SAMPLE else self._random.sample(names, SAMPLE)
+        """All, or some (fewer than `SAMPLE` where one is drawn twice)."""
+        return names if len(names) <= SAMPLE else list(dict.fromkeys(self._random.choices(names, k=SAMPLE)))
 
     def _cached(self, hashes: Sequence[int], drawn: Sequence[str]) -> dict[str, int]:
         """How many leading blocks engines hold, of those that hold any."""

@@ -18,9 +18,10 @@ import math
 import random
 import time
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 from simulate import CostModel, lognormal, percentile
 
@@ -63,7 +64,7 @@ class Outcome:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     imbalance: float = 0.0  # of the busiest replica's time in steps over the mean
-    real_seconds: float = 0.0
+    cpu_seconds: float = 0.0
     ttft: array = field(default_factory=lambda: array("d"))
 
     def row(self) -> dict[str, float]:
@@ -74,7 +75,7 @@ class Outcome:
             "TTFT p99 s": percentile(self.ttft, 0.99),
             "hit rate %": 100 * self.cached_tokens / self.prompt_tokens,
             "busiest / mean": self.imbalance,
-            "real s": self.real_seconds,
+            "CPU s": self.cpu_seconds,
         }
 
 
@@ -83,7 +84,7 @@ class Engine:
 
     def __init__(self, name: str, args: argparse.Namespace, cost: CostModel) -> None:
         self.name, self.args, self.cost = name, args, cost
-        self.cache: OrderedDict[int, None] = OrderedDict()  # the last used last
+        self.cache: dict[int, None] = {}  # the last used last
         self.waiting: deque[Turn] = deque()
         self.prefilling: list[list] = []  # [turn, tokens left to compute]
         self.decoding: list[tuple[int, int, Turn]] = []  # heap, by the step that ends it
@@ -121,10 +122,10 @@ class Engine:
         """They are the last used, the first of them last of all, as the deepest goes first."""
         cache = self.cache
         for block in reversed(blocks):
+            cache.pop(block, None)
             cache[block] = None
-            cache.move_to_end(block)
-        for _ in range(len(cache) - self.args.blocks):
-            cache.popitem(last=False)
+        for block in list(islice(cache, max(0, len(cache) - self.args.blocks))):
+            del cache[block]
         self.changed = True
 
     def begin(self, now: float) -> float | None:
@@ -201,8 +202,11 @@ class Fleet:
         self.popularity = [sum(weights[: i + 1]) / sum(weights) for i in range(len(weights))]
 
     def run(self) -> Outcome:
-        began = time.perf_counter()
-        self._at(0.0, self._open_chat)
+        began = time.process_time()
+        if self.args.chats is None:
+            self._at(0.0, self._open_chat)
+        for _ in range(self.args.chats or 0):
+            self._at(0.0, self._begin_chat, round(self.args.turns))
         if self.policy == "prefix":
             for name in self.names:  # each in its own time
                 self._at(self.rng.random() * self.args.staleness, self._report, name)
@@ -213,7 +217,7 @@ class Fleet:
                 break
         busy = [engine.busy_seconds for engine in self.engines.values()]
         self.outcome.imbalance = max(busy) * len(busy) / sum(busy)
-        self.outcome.seconds, self.outcome.real_seconds = self.now, time.perf_counter() - began
+        self.outcome.seconds, self.outcome.cpu_seconds = self.now, time.process_time() - began
         return self.outcome
 
     def _at(self, when: float, act: Callable[..., None], *given: object) -> None:
@@ -223,24 +227,26 @@ class Fleet:
     # Clients
 
     def _open_chat(self) -> None:
-        rng, args = self.rng, self.args
-        draw = rng.random()
-        system = next(i for i, share in enumerate(self.popularity) if draw <= share)
-        turns = max(1, round(rng.expovariate(1 / args.turns)))
-        self.num_chats += 1
-        self._ask(Chat(self.num_chats, system, args.system_tokens, turns))
-        if self.num_asked < self.args.requests:
+        args = self.args
+        self._begin_chat(max(1, round(self.rng.expovariate(1 / args.turns))))
+        if self.num_asked < args.requests:
             rate = args.rate * len(self.names) / args.turns
-            self._at(self.now + rng.expovariate(rate), self._open_chat)
+            self._at(self.now + self.rng.expovariate(rate), self._open_chat)
+
+    def _begin_chat(self, turns: int) -> None:
+        draw = self.rng.random()
+        system = next(i for i, share in enumerate(self.popularity) if draw <= share)
+        self.num_chats += 1
+        self._ask(Chat(self.num_chats, system, self.args.system_tokens, turns))
 
     def _ask(self, chat: Chat) -> None:
         args = self.args
         if self.num_asked >= args.requests:
             return
         self.num_asked += 1
-        chat.num_tokens += lognormal(self.rng, args.question_tokens, 0.8, 2048)
+        chat.num_tokens += lognormal(self.rng, args.question_tokens, args.spread, 2048)
         chat.turns_left -= 1
-        turn = Turn(chat, self.now, [], chat.num_tokens, lognormal(self.rng, args.answer_tokens, 0.8, 1024))
+        turn = Turn(chat, self.now, [], chat.num_tokens, lognormal(self.rng, args.answer_tokens, args.spread, 1024))
         turn.blocks = self._blocks(chat, chat.num_tokens)
         name = self._route(turn)
         self.loads[name] += 1
@@ -331,11 +337,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--requests", type=int, default=100_000)
     add("--rate", type=float, default=0.5, help="requests a second for each replica, as Poisson arrivals of chats")
     add("--turns", type=float, default=6, help="of a chat, mean of an exponential distribution")
+    add("--chats", type=int, help="as many, all from the start and each of exactly --turns; default: by --rate")
     add("--think-seconds", type=float, default=20.0, help="between an answer and the next turn, mean")
     add("--system-prompts", type=int, default=20, help="the k-th is asked with as often as 1/k says")
     add("--system-tokens", type=int, default=512)
     add("--question-tokens", type=float, default=60, help="median of a lognormal")
     add("--answer-tokens", type=float, default=100, help="likewise")
+    add("--spread", type=float, default=0.8, help="sigma of both")
     add("--delay", type=float, default=0.005, help="seconds between router and replica, one way")
     add("--staleness", type=float, default=5.0, help="seconds between two reports of a replica")
     add("--sequences", type=int, default=256)
