@@ -215,9 +215,9 @@ def _check_output(args: argparse.Namespace) -> None:
             raise UsageError(f"{path} is the input")
 
 
-def _make_generator(args: argparse.Namespace, **more: Any) -> ContinuousBatchingGenerator:
+def _make_generator(args: argparse.Namespace, adapters: dict[str, str] | None = None) -> ContinuousBatchingGenerator:
     options = engine_options(args)  # what is wrong with them is said before the model is loaded
-    return ContinuousBatchingGenerator(*load_from(args), **options, **more)
+    return ContinuousBatchingGenerator(*load_from(args), **options, adapters=adapters)
 
 
 def _bench(args: argparse.Namespace) -> int:

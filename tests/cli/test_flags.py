@@ -25,6 +25,7 @@ OTHERS = {
     "cache_dtype": "int8",
     "trace": "t.json",
     "adapter_memory": "64MiB",
+    "sparse_prefill": "0.95",
 }
 COMMANDS = {"generate": ["--input", "i", "--output", "o"], "bench": [], "info": []}
 
