@@ -195,7 +195,9 @@ class ContinuousBatchingGenerator:
                 or None, a prompt: None is the base); `seed`; `logprobs=k`; `structured` (what
                 answers have to look like: a `Structured`, a JSON schema as a dict, or a pydantic class); `priority`
                 (higher first), `use_prefix_cache` and `sparse_prefill` (1: exact), these four for the call or as a
-                list with one a prompt;
+                list with one a prompt; `chunks` (a separator, or True for prompts that are lists of segments: text
+                or token ids; the last one is the question) and `recompute` (0.15): what was computed of a segment is
+                taken up wherever it stands, which changes tokens;
                 `on_error="return"`: a prompt that cannot be run (empty, too long, not in the vocabulary) has an
                 output with its error, and the others run.
         Returns:
@@ -384,7 +386,7 @@ class ContinuousBatchingGenerator:
             if attention_mask is None:
                 attention_mask = infer_attention_mask(self.model, prompts, options.config)
             return strip_padding(prompts, attention_mask), options
-        token_ids = read_prompts(prompts, self.tokenizer)
+        token_ids = read_prompts(prompts, self.tokenizer, kwargs.get("chunks"))
         if attention_mask is not None:
             token_ids = strip_lists(token_ids, attention_mask)
         return token_ids, self.resolve(generation_config, kwargs, len(token_ids), face)

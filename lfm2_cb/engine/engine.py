@@ -22,6 +22,7 @@ from ..scheduling.policies import make_policy
 from ..scheduling.request import FinishReason, Request
 from ..scheduling.scheduler import ScheduledRow, Scheduler
 from .assistant import AssistantModel
+from .chunks import ChunkStore
 from .config import EngineConfig
 from .drafting import Drafter, DraftTracker, PromptLookup, Speculation, StepTimes
 from .runner import ModelRunner
@@ -76,6 +77,7 @@ class Engine:
         self._drafters: dict[object, Drafter] = {}
         self._inbox: deque[list[Request]] = deque()
         self._cancelled: deque[Request] = deque()
+        self._chunks: ChunkStore | None = None
         self._trace: Trace | None = None
         self.step_started: float | None = None  # when the step under way began, for whoever watches over it
         if config.trace is not None:
@@ -183,7 +185,7 @@ class Engine:
         try:
             logits = self.runner.run(rows)
         except Exception as error:
-            return outputs + self._fail_all([row.request for row in rows], error)
+            return outputs + self._fail_all(list(dict.fromkeys(row.request for row in rows)), error)
         num_tokens, num_drafts = sum(row.num_tokens for row in rows), sum(row.num_drafts for row in rows)
         outputs += self._advance(rows, logits)
         end = time.perf_counter()
@@ -219,14 +221,30 @@ class Engine:
     def _drain_inbox(self) -> list[StepOutput]:
         if self._inbox:
             self._follow_model()
+        outputs: list[StepOutput] = []
         while self._inbox:
-            self.scheduler.add_all(self._inbox.popleft())
-        outputs = []
+            requests = self._inbox.popleft()
+            self.scheduler.add_all(requests)
+            for request in requests:
+                if request.segments:
+                    outputs += self._plan_reuse(request)
         while self._cancelled:
             request = self._cancelled.popleft()
             if not request.is_finished:
                 outputs.append(self._finish(request, [], FinishReason.CANCELLED))
         return outputs
+
+    def _plan_reuse(self, request: Request) -> list[StepOutput]:
+        """Have the segments of a request's prompt computed, those that are not known yet."""
+        if self._chunks is None:
+            config = self.config
+            sizes = config.block_size, config.max_batch_tokens, config.cache_bytes // 4
+            self._chunks = ChunkStore(self.runner.model, self.runner.kernels, *sizes)
+        try:
+            self._chunks.plan(request)
+        except Exception as error:
+            return self._fail_all([request, *request.forks], error)
+        return []
 
     def _runners(self) -> list[ModelRunner]:
         drafters = self._drafters.values()
@@ -243,6 +261,8 @@ class Engine:
         for request in self.scheduler.running:
             request.use_prefix_cache = False  # what it computes from now on rests on the old
         self.scheduler.cache.clear()
+        if self._chunks is not None:
+            self._chunks.clear()
 
     def _advance(self, rows: list[ScheduledRow], logits: torch.Tensor) -> list[StepOutput]:
         """Choose tokens for the rows that are complete, and record what all of them computed."""
@@ -250,7 +270,7 @@ class Engine:
         num_accepted: dict[int, int] = {}
         forked: list[tuple[TokenChoice, torch.Tensor]] = []
         for i, row in enumerate(rows):
-            choice = choices.get(row.request.request_id)
+            choice = choices.get(row.request.request_id) if row.samples else None
             self.scheduler.on_computed(row, choice.token_ids if choice else [])
             if row.num_drafts and choice:
                 num_accepted[i] = len(choice.token_ids) - 1

@@ -82,7 +82,12 @@ class ModelRunner:
             one for each draft behind it, in the rows' order.
         """
         shared = shared_prefixes(scheduled, self.cache.plan.block_size) if self.cascade else []
-        return self.forward([self._row(row) for row in scheduled], shared)
+        rows = [self._row(row) for row in scheduled]
+        for i, row in enumerate(scheduled):
+            rows[i].keeps_state = i + 1 == len(scheduled) or scheduled[i + 1].request is not row.request
+            if row.request.reuse is not None and row.start == row.request.reuse.first:
+                row.request.reuse.fill(self.cache, row.request.block_table)
+        return self.forward(rows, shared)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]] = ()) -> torch.Tensor:
@@ -145,8 +150,8 @@ class ModelRunner:
             row.restore_block,
             1 + row.num_drafts if row.samples else 0,
             row.num_drafts,
-            _sparse(row),
-            request.adapter_place,
+            sparse=_sparse(row),
+            adapter=request.adapter_place,
         )
 
 

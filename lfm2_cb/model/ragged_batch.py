@@ -29,6 +29,7 @@ class Row:
     restore_block: int | None = None  # begin from this block's conv checkpoint instead of the slot
     num_logits: int = 0  # how many of the last tokens need logits
     num_drafts: int = 0  # how many of the last tokens are guesses: their conv state is written by `commit_conv_state`
+    keeps_state: bool = True  # its conv state goes to the slot; not where another row goes on with the same sequence
     sparse: SparsePrefill | None = None  # how its queries attend; None: to all keys
     adapter: int = -1  # place of its adapter; below 0: it has none
 
@@ -122,7 +123,7 @@ class RaggedBatch:
         size = cache.plan.block_size
         for i, row in enumerate(self.rows):
             length = int(lengths[i])
-            if not row.num_drafts:
+            if row.keeps_state and not row.num_drafts:
                 targets.append(cache.slot_row(row.state_slot))
                 ends.append((i, length))
             if cache.plan.checkpoints:

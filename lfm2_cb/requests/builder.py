@@ -21,7 +21,7 @@ from ..model.modeling import Lfm2CbForCausalLM
 from ..scheduling.request import Request
 from ..scheduling.scheduler import RequestTooLarge
 from .options import CallOptions, GenerateOptions, UnsupportedOptionError, resolve_options, understood
-from .prompts import PromptError, check_prompt
+from .prompts import PromptError, SegmentedPrompt, check_prompt, segment_ends
 from .stock import eos_token_ids, stock_logits_processors, stock_stopping_criteria
 from .structured import GrammarCompiler
 
@@ -68,6 +68,10 @@ class RequestBuilder:
         if "structured" in given:
             given["structured"] = self._grammars.compile_all(given["structured"], tokenizer)
         call = CallOptions(**given)
+        if call.chunks is not None and not self.engine.config.prefix_caching:
+            raise ValueError("chunks needs prefix_caching=True: conv states are kept where its checkpoints are")
+        if call.chunks is not None and call.adapter is not None:
+            raise UnsupportedOptionError("chunks does not go with adapter: segments are computed by the base model")
         rest = {name: value for name, value in kwargs.items() if name not in names}
         options = resolve_options(self.model, generation_config, num_prompts, call, rest)
         if face is not None and options.left_to_stock:
@@ -114,6 +118,7 @@ class RequestBuilder:
         check_prompt(index, ids, self.model.config.vocab_size, self.model.config.max_position_embeddings)
         padding = 0 if width is None else width - len(ids)
         adapter = _of_prompt(call.adapter, index)
+        segments = self._segments(index, ids, call)
         limit = max_new_tokens(options, index, len(ids), padding, self.model.config.max_position_embeddings)
         first, *rest = (
             Request(
@@ -122,7 +127,9 @@ class RequestBuilder:
                 limit,
                 priority=_of_prompt(call.priority, index),
                 params=self._params(index, sequence_seed(call.seed, number, i), number, ids, limit, padding, options),
-                use_prefix_cache=_of_prompt(call.use_prefix_cache, index),
+                use_prefix_cache=not segments and _of_prompt(call.use_prefix_cache, index),
+                segments=segments,
+                recompute=call.recompute,
                 sparse_prefill=self._sparse_prefill(_of_prompt(call.sparse_prefill, index)),
                 adapter=None if adapter is None else self.engine.adapters.get(adapter),
             )
@@ -133,6 +140,21 @@ class RequestBuilder:
         for request in (first, *rest):
             request.draft_tracker = self._draft_tracker(config, call)
         return first
+
+    def _segments(self, index: int, ids: Sequence[int], call: CallOptions) -> tuple[int, ...]:
+        """Where a prompt's segments end but the last. Raises: PromptError: they cannot be told."""
+        if call.chunks is None:
+            return ()
+        if isinstance(ids, SegmentedPrompt):
+            return ids.ends
+        separator = call.chunks
+        if separator is True:
+            raise PromptError(f"prompt {index} is no list of segments, which chunks=True asks for")
+        if isinstance(separator, str):
+            if call.tokenizer is None:
+                raise PromptError(f"chunks={separator!r} needs a tokenizer, or token ids as the separator")
+            separator = call.tokenizer(separator, add_special_tokens=False)["input_ids"]
+        return segment_ends(index, ids, [int(token) for token in separator])  # type: ignore[union-attr]
 
     def _sparse_prefill(self, share: float | None) -> float | None:
         """What a call says goes before what the engine does; to cover all mass is not to be sparse."""

@@ -24,7 +24,7 @@ logger = logging.get_logger("transformers.lfm2_cb")
 def stock_arguments(generate_kwargs: dict[str, Any], streamer: Any) -> dict[str, Any]:
     """The arguments of a call without those that are ours. Raises: UnsupportedOptionError: one asks for our engine."""
     ours = {field.name for field in dataclasses.fields(CallOptions)}
-    for name in ("logprobs", "assistant_model", "structured", "sparse_prefill", "adapter"):
+    for name in ("logprobs", "assistant_model", "structured", "sparse_prefill", "adapter", "chunks"):
         if generate_kwargs.get(name) is not None:
             raise UnsupportedOptionError(f"{name} does not go with options that stock generate() has to run")
     kept = {name: value for name, value in generate_kwargs.items() if name not in ours}

@@ -103,6 +103,8 @@ class CallOptions:
     priority: int | Sequence[int] = 0  # higher runs first; one for the call, or one a prompt
     use_prefix_cache: bool | Sequence[bool] = True  # whether to reuse, and to leave, cached prefixes; as above
     sparse_prefill: float | Sequence[float | None] | None = None  # of attention's mass; None: as the engine; as above
+    chunks: bool | str | Sequence[int] | None = None  # what separates prompts' segments; True: they are lists of them
+    recompute: float = 0.15  # share of the tokens of known segments that is computed again
     structured: Any = None  # what answers look like: a compiled `Grammar`, or a list with one (or None) a prompt
     adapter: Any = None  # name of an adapter, or a list with one (None: the base) a prompt
     assistant_model: Any = None  # a smaller LFM2 of the same vocabulary, to guess tokens
@@ -118,6 +120,10 @@ class CallOptions:
             for entry in value if isinstance(value, (list, tuple)) else [value]:
                 if not isinstance(entry, kind):
                     raise TypeError(f"{name} must be {kind.__name__}, or a list with one a prompt, got {value!r}")
+        if not isinstance(self.recompute, (int, float)) or not 0 <= self.recompute <= 1:
+            raise ValueError(f"recompute must be a number from 0 to 1, got {self.recompute!r}")
+        if not (self.chunks in (None, True) or (isinstance(self.chunks, (str, list, tuple)) and self.chunks)):
+            raise ValueError(f"chunks must be True, a separator (text or token ids) or None, got {self.chunks!r}")
         shares = self.sparse_prefill
         for share in shares if isinstance(shares, (list, tuple)) else [shares]:
             check_share("sparse_prefill", share)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -26,13 +28,63 @@ def tokenize(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[li
     return [_or_raise(ids) for ids in read_prompts(prompts, tokenizer)]
 
 
-def read_prompts(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[list[int] | PromptError]:
-    """As `tokenize`, but what is wrong with one prompt stands in its place."""
+class SegmentedPrompt(list[int]):
+    """Token ids with where each segment ends, but the last."""
+
+    def __init__(self, segments: Sequence[Sequence[int]]) -> None:
+        super().__init__(token for segment in segments for token in segment)
+        self.ends = tuple(accumulate(len(segment) for segment in segments))[:-1]
+
+
+def read_prompts(
+    prompts: Any, tokenizer: PreTrainedTokenizerBase | None, chunks: Any = None
+) -> list[list[int] | PromptError]:
+    """As `tokenize`, but what is wrong with one prompt stands in its place.
+
+    Args: chunks: True: each prompt is a list of segments, text or token ids; text: what separates those of texts. Each
+        is tokenised by itself, so that its tokens are the same wherever it stands.
+    """
+    if chunks is True:
+        if isinstance(prompts, (str, Mapping)) or not hasattr(prompts, "__iter__"):
+            raise PromptError("with chunks=True, prompts are a list with a list of segments for each")
+        return [_read_segments(i, prompt, tokenizer) for i, prompt in enumerate(prompts)]
+    if isinstance(chunks, str) and tokenizer is not None:
+        texts = [prompts] if isinstance(prompts, str) else prompts
+        if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
+            cut = [[part for part in re.split(f"(?<={re.escape(chunks)})", text) if part] for text in texts]
+            return [_read_segments(i, parts, tokenizer) for i, parts in enumerate(cut)]
     if isinstance(prompts, str) or _is_chat(prompts) or _is_token_ids(prompts):
         prompts = [prompts]
     if isinstance(prompts, (Mapping, bytes)) or not hasattr(prompts, "__iter__"):
         raise PromptError(f"prompts must be strings, chats or lists of token ids, got {type(prompts).__name__}")
     return [_read_one(i, prompt, tokenizer) for i, prompt in enumerate(prompts)]
+
+
+def _read_segments(index: int, segments: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[int] | PromptError:
+    if isinstance(segments, (str, Mapping)) or not isinstance(segments, Sequence) or _is_token_ids(segments):
+        return PromptError(f"prompt {index} must be a list of segments with chunks=True, got {_describe(segments)}")
+    parts: list[list[int]] = []
+    for place, segment in enumerate(segments):
+        whole = _read_one(index, segment, tokenizer)
+        if isinstance(whole, PromptError):
+            return whole
+        if isinstance(segment, str) and tokenizer is not None:
+            bare = tokenizer(segment, add_special_tokens=False)["input_ids"]
+            if place == 0:  # what is put before every text stands there alone, as a segment of its own
+                parts.append(whole[: len(whole) - len(bare)])
+            whole = bare
+        parts.append(whole)
+    parts = [part for part in parts if part]
+    return SegmentedPrompt(parts) if parts else PromptError(f"prompt {index} is empty: it has no tokens")
+
+
+def segment_ends(index: int, ids: Sequence[int], separator: Sequence[int]) -> tuple[int, ...]:
+    """Where segments end, each behind a separator. Raises: PromptError: there is none."""
+    width = len(separator)
+    ends = [i + width for i in range(len(ids) - width + 1) if list(ids[i : i + width]) == separator]
+    if not ends:
+        raise PromptError(f"prompt {index} has no separator (chunks: token ids {list(separator)}) among its tokens")
+    return tuple(end for end in ends if end < len(ids))
 
 
 def _or_raise(ids: list[int] | PromptError) -> list[int]:

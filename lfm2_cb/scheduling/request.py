@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +54,8 @@ class Request:
     priority: int = 0  # higher runs first
     params: Any = None  # the engine's; opaque here
     use_prefix_cache: bool = True
+    segments: Sequence[int] = ()  # where each of the prompt's segments ends but the last, which is the question
+    recompute: float = 1.0  # share of the segments' tokens that is computed, though they are known from elsewhere
     sparse_prefill: float | None = None  # share of attention's mass that its prompt's queries cover; None: all
     adapter: Adapter | None = None
 
@@ -73,6 +76,8 @@ class Request:
     adapter_place: int = -1  # of its adapter, while it runs; below 0: it has none
     num_hashed_blocks: int = 0  # leading blocks the prefix cache knows
     last_content_id: ContentId = ROOT  # content id of the last of those
+    gaps: Sequence[tuple[int, int]] = ()  # tokens of the prompt that are taken up from elsewhere: starts and ends
+    reuse: Any = None  # from where; the engine's, opaque here
     restore_block: int | None = None  # block whose conv checkpoint the next step starts from
     arrival_order: int = 0
     queue_order: Any = None  # the policy's
@@ -95,6 +100,14 @@ class Request:
         """Of its empty prefix: what is computed sparsely, or with an adapter, is for those alone that compute so."""
         how: tuple[object, ...] = () if self.sparse_prefill is None else ("sparse_prefill", self.sparse_prefill)
         return how + (() if self.adapter is None else ("adapter", self.adapter.adapter_id)) or ROOT
+
+    def run_from(self, position: int) -> tuple[int, int]:
+        """The next tokens to be computed from a position on: start and end, which are its end or a gap's start."""
+        for start, end in self.gaps:
+            if start > position:
+                return position, start
+            position = max(position, end)
+        return position, len(self.token_ids)
 
     @property
     def num_tokens(self) -> int:

@@ -121,8 +121,8 @@ class Scheduler:
         for request in prefills:
             if budget and request.status is RequestStatus.RUNNING:
                 limit = self.policy.chunk_limit(request, budget)
-                rows.append(self._row(request, min(limit, _num_pending(request))))
-                budget -= rows[-1].num_tokens
+                rows += (chunk := self._prefill_rows(request, limit))
+                budget -= sum(row.num_tokens for row in chunk)
         if not preempted:
             self._admit(rows, budget)
         return rows
@@ -173,9 +173,10 @@ class Scheduler:
             self.policy.pop()
             self._start(request)
             if request.metrics.num_preemptions == 0:
-                request.metrics.num_cached_tokens = request.num_computed_tokens
-            rows.append(self._row(request, min(budget, _num_pending(request))))
-            budget -= rows[-1].num_tokens
+                taken_up = sum(end - start for start, end in request.gaps)
+                request.metrics.num_cached_tokens = request.num_computed_tokens + taken_up
+            rows += (chunk := self._prefill_rows(request, budget))
+            budget -= sum(row.num_tokens for row in chunk)
 
     def _start(self, request: Request) -> None:
         request.status = RequestStatus.RUNNING
@@ -184,6 +185,23 @@ class Scheduler:
         if request.metrics.first_scheduled_time is None:
             request.metrics.first_scheduled_time = self._clock()
         insort(self.running, request, key=lambda r: (*self.policy.rank(r), r.arrival_order))
+
+    def _prefill_rows(self, request: Request, budget: int) -> list[ScheduledRow]:
+        """What is to be computed of a request, as far as the budget goes: a row for each run of tokens between those
+        that are taken up from elsewhere."""
+        if not request.gaps:
+            return [self._row(request, min(budget, _num_pending(request)))]
+        rows: list[ScheduledRow] = []
+        position = request.num_computed_tokens
+        while budget and position < request.num_tokens:
+            start, end = request.run_from(position)
+            end = min(end, start + budget)
+            block = request.block_table[start // self.cache.block_size]  # its checkpoint is the state after the gap
+            restore_block = block if start > position else None
+            rows.append(ScheduledRow(request, start, end - start, 0, restore_block, end == request.num_tokens))
+            budget -= end - start
+            position = end
+        return rows
 
     def _row(self, request: Request, num_tokens: int, num_drafts: int = 0) -> ScheduledRow:
         start, restore_block = request.num_computed_tokens, request.restore_block

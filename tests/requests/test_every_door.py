@@ -70,6 +70,7 @@ CASES = {
 MARKS = {
     "priority": (5, lambda request: request.priority == 5),
     "use_prefix_cache": (False, lambda request: not request.use_prefix_cache),
+    "chunks": (" of all", lambda request: len(request.segments) == 2),
     "sparse_prefill": (0.5, lambda request: request.sparse_prefill == 0.5),
     "logprobs": (2, lambda request: request.params.trace.num_logprobs == 2),
     "prompt_lookup_num_tokens": (4, lambda request: request.draft_tracker.max_tokens == 4),
@@ -79,7 +80,7 @@ MARKS = {
 #: options that have tests of their own, with what they return, or are no request's
 ELSEWHERE = {"num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits", "max_time"}
 ELSEWHERE |= {"pad_token_id", "bos_token_id", "forced_bos_token_id", "max_matching_ngram_size", "num_assistant_tokens"}
-ELSEWHERE |= {"adapter", "renormalize_logits", "remove_invalid_values", "tokenizer", "on_error"}
+ELSEWHERE |= {"adapter", "renormalize_logits", "remove_invalid_values", "tokenizer", "on_error", "recompute"}
 
 
 class Doors:
