@@ -109,6 +109,8 @@ class Lfm2CbQuantizer(HfQuantizer):
 class ExpertsConverter(WeightConverter):
     """Quantises the experts of a layer one after another: each is read when its turn has come."""
 
+    collected_tensors: dict[str, list[Any]]  # the base class's, which is not typed
+
     def materialize_tensors(self) -> dict[str, list[Any]]:
         """What reads the tensors, rather than the tensors."""
         collected, self.collected_tensors = dict(self.collected_tensors), {}
