@@ -7,9 +7,7 @@ in full precision is quantised while it is loaded, one matrix after another, so 
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..ops.experts import Experts, QuantizedExperts
 from ..ops.linear.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedStack
+from ..ops.memory import return_free_memory
 from .experts import Lfm2CbSparseMLP
 from .foreign_code import foreign_code
 from .layers import FusedLinear
@@ -148,15 +147,8 @@ class QuantizeOnLoad(ConversionOps):
         weights = layer.quantize(weight)
         del weight, found
         input_dict.clear()
-        _return_free_memory()
+        return_free_memory()
         return {f"{owner}.{leaf}": tensor for leaf, tensor in layer.named(weights).items()}
-
-
-def _return_free_memory() -> None:
-    """Give what is free in the heap back to the system: glibc keeps what lies below something in use, and between what
-    comes and goes while a model is loaded there is what stays (random-350m: 0.4 GB would be kept)."""
-    with contextlib.suppress(OSError, AttributeError, TypeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def replace_layers(model: PreTrainedModel, weights: str) -> None:
