@@ -26,8 +26,8 @@ TABLE: dict[tuple[str, torch.dtype, str], tuple[str, tuple[int, ...]]] = {
     (DENSE, _BF16, "amx"): ("amx_experts_bf16", (6, 160)),
     (INT8, _F32, ANY_ISA): ("experts_int8", ()),
     (INT8, _BF16, ANY_ISA): ("experts_int8", ()),
-    (INT8, _F32, "amx"): ("amx_experts_int8", (10,)),
-    (INT8, _BF16, "amx"): ("amx_experts_int8", (10,)),
+    (INT8, _F32, "amx"): ("amx_experts_int8", (4,)),
+    (INT8, _BF16, "amx"): ("amx_experts_int8", (4,)),
     (INT4, _F32, ANY_ISA): ("experts_int4", ()),
     (INT4, _BF16, ANY_ISA): ("experts_int4", ()),
 }

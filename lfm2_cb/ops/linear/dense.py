@@ -53,7 +53,7 @@ def many_rows_linear(
 def matrix_linear(
     native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`F.linear` in bf16 by the processor's matrix units (AMX), for up to some 160 rows: sums in fp32, rounded once.
+    """`F.linear` in bf16 by the processor's matrix units (AMX), for up to some 190 rows: sums in fp32, rounded once.
 
     Args: as `few_rows_linear`, bf16. A kernel of that name is there for every instruction set, but emulates the units
         where there are none, so that it can be tested.

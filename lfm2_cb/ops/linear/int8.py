@@ -1,4 +1,4 @@
-"""8 bits a weight and a scale a channel; inputs in 8 bits too, with a scale for every 128 of a row.
+"""8 bits a weight and a scale a channel; inputs in 8 bits too, with a scale for every 512 of a row.
 
 Both are symmetric and calibration-free. Decoding is bound by the bytes of the weights that a step reads, and batches
 by how many products a processor makes: so weights are stored as the kernels read them, in place, and inputs are
@@ -17,7 +17,7 @@ from ..native import NativeKernels, empty
 
 #: output features whose weights lie together, four inputs of each after another; inputs that share a scale; and what
 #: inputs are padded to. PANEL and GROUP in csrc/linear/int8.h
-PANEL, GROUP, PADDED = 16, 128, 64
+PANEL, GROUP, PADDED = 16, 512, 64
 #: the most that the sum of the positive weights of four inputs may be, and that of the negative ones. Such sums of
 #: products are of 16 bits on processors without VNNI, and inputs are stored as 1 ... 255: 128 * 255 < 2^15.
 MOST = 128
@@ -113,6 +113,7 @@ def _call(
 ) -> torch.Tensor:
     out_features, in_features = len(weights.scale), x.shape[-1]
     rows, groups, padded = x.numel() // in_features, weights.sums.shape[1], weights.values.shape[1] * 4
+    in_tiles = -(-rows // 32) * 32
     out = empty((*x.shape[:-1], out_features), x.dtype)
     native.call(
         name,
@@ -122,8 +123,8 @@ def _call(
         weights.sums,
         weights.scale.to(x.dtype),  # which no scale loses anything by
         None if bias is None else bias.to(x.dtype),
-        empty((-(-rows // 32) * 32 * padded,), torch.uint8),  # whole tiles are read
-        torch.empty(rows * groups, dtype=torch.float32),
+        empty((in_tiles * padded,), torch.uint8),
+        torch.empty(in_tiles * groups, dtype=torch.float32),
         out,
         rows,
         in_features,

@@ -30,21 +30,25 @@ DENSE, INT8, INT4 = "dense", "int8", "int4"
 #: kernels for many rows lay them out first (1.2 × slower at these rows by AVX2, on 2 cores of a Xeon without AMX).
 #: bf16 where the processor multiplies it but our AMX kernels are not used: torch's product does use those units.
 _BF16: ByRows = ((12, few_rows_linear), (inf, torch_linear))
+#: Inputs widened to fp32: 1.4 × torch's product by AVX512-BF16 (64 and 512 rows on a Xeon with its AMX switched off,
+#: where `vdpbf16ps` makes half as many products as two FMA units).
+_BF16_WIDENED: ByRows = ((24, few_rows_linear), (inf, many_rows_linear))
 if not has_bf16_units():
-    _BF16 = ((24, few_rows_linear), (inf, many_rows_linear))
+    _BF16 = _BF16_WIDENED
 
 #: Measured on one core of a Xeon with AMX, all linears of a step of a 350M model, ms of thread CPU time, minimum of 6:
-#: 6 rows 48.2 and 50.6 by the first two, 7 rows 50.2 and 50.7, 8 rows 56.4 and 51.0; 128 rows 114.8 and 125.1 by the
-#: last two, 160 rows 131.2 and 135.0, 200 rows 174.2 and 168.1.
-_BF16_AMX: ByRows = ((6, few_rows_linear), (160, matrix_linear), (inf, packed_matrix_linear))
+#: 6 rows 48.2 and 50.6 by the first two, 7 rows 50.2 and 50.7, 8 rows 56.4 and 51.0; 128 rows 128 and 148 by the last
+#: two, 192 rows 174 and 191, 256 rows 226 and 206 (on a busier machine).
+_BF16_AMX: ByRows = ((6, few_rows_linear), (192, matrix_linear), (inf, packed_matrix_linear))
 
 TABLE: dict[tuple[str, torch.dtype, str], ByRows] = {
     (DENSE, torch.float32, ANY_ISA): ((16, few_rows_linear), (inf, many_rows_linear)),
     (DENSE, torch.bfloat16, ANY_ISA): _BF16,
+    (DENSE, torch.bfloat16, "avx512bf16"): _BF16_WIDENED,
     (DENSE, torch.bfloat16, "amx"): _BF16_AMX,
-    # As measured for `_BF16_AMX`: 10 rows 43.6 and 50.5, 12 rows 57.3 and 52.1 (the first takes ten rows at once).
-    (INT8, torch.float32, "amx"): ((10, native_linear_int8), (inf, matrix_linear_int8)),
-    (INT8, torch.bfloat16, "amx"): ((10, native_linear_int8), (inf, matrix_linear_int8)),
+    # As measured for `_BF16_AMX`: 4 rows 24.9 and 28.1, 5 rows 29.4 and 28.9, 16 rows 47.2 and 29.4.
+    (INT8, torch.float32, "amx"): ((4, native_linear_int8), (inf, matrix_linear_int8)),
+    (INT8, torch.bfloat16, "amx"): ((4, native_linear_int8), (inf, matrix_linear_int8)),
     (INT8, torch.float32, ANY_ISA): ((inf, native_linear_int8),),
     (INT8, torch.bfloat16, ANY_ISA): ((inf, native_linear_int8),),
     (INT4, torch.float32, ANY_ISA): ((inf, native_linear_int4),),

@@ -18,14 +18,14 @@ def addition_is_right(kernels: NativeKernels) -> bool:
     rows, inner, outputs = 37, 2100, 53  # more inputs than the packed product takes at once
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, inner), (outputs, inner), outputs))
     x, weight, bias = (tensor.to(torch.bfloat16) for tensor in (x, weight, bias))
-    panels, padded, groups = -(-outputs // 16), -(-inner // 64) * 64, -(-inner // 128)  # as ops/int8.py has them
+    panels, padded, groups = -(-outputs // 16), -(-inner // 64) * 64, -(-inner // 512)  # as in linear/int8.py
     values = torch.randint(-32, 33, (panels, padded // 4, 16, 4), generator=generator, dtype=torch.int8)
-    sums = torch.randint(-4096, 4097, (panels, groups, 16), generator=generator, dtype=torch.int16)
+    sums = torch.stack([group.sum((1, 3)) for group in values.split(128, 1)], dim=1).to(torch.int16)
     scale = torch.rand(outputs, generator=generator).to(x.dtype)
 
     def linear_int8(kernels: NativeKernels, name: str = "linear_int8") -> torch.Tensor:
         out = x.new_full((rows, outputs), torch.nan)
-        scratch = torch.empty(64 * padded, dtype=torch.uint8), torch.empty(rows * groups, dtype=torch.float32)
+        scratch = torch.empty(64 * padded, dtype=torch.uint8), torch.empty(64 * groups, dtype=torch.float32)
         kernels.call(name, x, 1, values, sums, scale, bias, *scratch, out, rows, inner, outputs)
         return out
 
@@ -84,7 +84,7 @@ def experts_are_right(kernels: NativeKernels) -> bool:
     """Whether a small layer, of experts with few rows, some and many, comes out as without what the instruction set
     adds: in 8 bits to the bit and, where that is matrix units, in bf16 to rounding."""
     generator = torch.Generator().manual_seed(0)
-    rows, experts, hidden, width = 80, 4, 150, 70
+    rows, experts, hidden, width = 80, 4, 600, 70  # more inputs than a group has
     is_amx, others = kernels.isa == "amx", kernels.without(kernels.isa)
     x = torch.randn(rows, hidden, generator=generator).bfloat16()
     selected = torch.tensor([[0] * 3 + [1] * 25 + [2] * 52, [3] * rows]).t().contiguous()
@@ -95,11 +95,12 @@ def experts_are_right(kernels: NativeKernels) -> bool:
     in_bf16 = []
     for outputs, inner in ((2 * width, hidden), (hidden, width)):  # layouts as ops/linear/int8.py has them
         in_bf16.append((torch.randn(experts, outputs, inner, generator=generator) / inner**0.5).bfloat16())
-        panels, padded, groups = -(-outputs // 16), -(-inner // 64) * 64, -(-inner // 128)
+        panels, padded = -(-outputs // 16), -(-inner // 64) * 64
         shape = experts, panels, padded // 4, 16, 4
+        values = torch.randint(-32, 33, shape, generator=generator, dtype=torch.int8)
         in_8_bits += [
-            torch.randint(-32, 33, shape, generator=generator, dtype=torch.int8),
-            torch.randint(-4096, 4097, (experts, panels, groups, 16), generator=generator, dtype=torch.int16),
+            values,
+            torch.stack([group.sum((2, 4)) for group in values.split(128, 2)], dim=2).to(torch.int16),
             torch.rand(experts, outputs, generator=generator).div_(1000).bfloat16(),
         ]
 

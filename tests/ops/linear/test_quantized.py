@@ -111,17 +111,17 @@ def test_int8_takes_the_whole_grid_where_it_can():
 
 def test_int8_lies_as_it_says():
     """16 outputs' fours of inputs, filled up with zeros, and the sum of each group."""
-    weight = torch.randn(21, 300)
+    weight = torch.randn(21, 1100)
     values, scale = quantize_int8(weight)
     weights = Int8Weights.quantize(weight)
     packed, sums = weights.values, weights.sums
-    assert packed.shape == (2, 80, PANEL, 4) and 4 * packed.shape[1] % PADDED == 0 and sums.shape == (2, 3, PANEL)
-    for out, inner in ((0, 0), (3, 7), (15, 299), (16, 130), (20, 255)):
+    assert packed.shape == (2, 288, PANEL, 4) and 4 * packed.shape[1] % PADDED == 0 and sums.shape == (2, 3, PANEL)
+    for out, inner in ((0, 0), (3, 7), (15, 1099), (16, 530), (20, 1023)):
         assert packed[out // 16, inner // 4, out % 16, inner % 4] == values[out, inner]
         group = values[out, inner // GROUP * GROUP :][:GROUP]
         assert sums[out // 16, inner // GROUP, out % 16] == group.int().sum()
     assert packed.count_nonzero() == values.count_nonzero()
-    assert torch.equal(weights.dequantize(300, torch.float32), values * scale)
+    assert torch.equal(weights.dequantize(1100, torch.float32), values * scale)
 
 
 def test_inputs_in_8_bits():
@@ -273,7 +273,7 @@ def test_sums_at_their_limit_do_not_overflow(kernels):
     weights = Int8Weights.quantize(torch.ones(20, 512))
     padded = F.pad(values, (0, 0, 0, 12)).to(torch.int8)
     weights.values.copy_(padded.view(2, PANEL, 128, 4).transpose(1, 2))
-    weights.sums.copy_(padded.view(2, PANEL, 4, GROUP).sum(-1).transpose(1, 2))
+    weights.sums.copy_(padded.view(2, PANEL, -1, GROUP).sum(-1).transpose(1, 2))
     weights.scale.fill_(1)
     x = torch.cat((values.sign(), -values.sign(), torch.ones(3, 512), -torch.ones(3, 512))) * 127.0
     exact = x.double() @ values.double().T

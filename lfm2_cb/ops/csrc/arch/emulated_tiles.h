@@ -48,7 +48,7 @@ class Tiles {
             for (int k = 0; k < TILE_ROWS; k++)
                 for (int n = 0; n < TILE_ROWS; n++)
                     for (int i = 0; i < 4; i++)
-                        sums[n] += (uint8_t)tiles[a][m * LINE + 4 * k + i] * (int8_t)tiles[b][k * LINE + 4 * n + i];
+                        sums[n] += (int8_t)tiles[a][m * LINE + 4 * k + i] * (int8_t)tiles[b][k * LINE + 4 * n + i];
             memcpy(tiles[c] + m * LINE, sums, LINE);
         }
     }

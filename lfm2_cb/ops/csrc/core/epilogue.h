@@ -1,7 +1,9 @@
 // What becomes of a product's finished sums.
 //
 // An epilogue is a functor of (row, output, sums, count): fp32 sums [count] of a row's outputs from `output` on, written
-// where they belong. The products are templates over it, so fusing another operation takes another functor.
+// where they belong. The products are templates over it, so fusing another operation takes another functor. Where sums
+// come as [output][row], one that has `of_output` and `put` is told of an output's sums, and of a row's results when these
+// are rounded and turned.
 #pragma once
 
 #include "core/simd.h"
@@ -26,6 +28,15 @@ struct AddBias {
 
     // Asks for what will be written.
     void prefetch(int64_t row, int64_t output) const { __builtin_prefetch(out + row * outputs + output, 1); }
+
+    // An output's sums of W rows, finished but for rounding; 0 and more beyond the last output.
+    vec of_output(int64_t output, vec sums) const {
+        return sums + fill(bias && output < outputs ? to_float(bias[output]) : 0.0f);
+    }
+    // The results [count] of a row's outputs from `output` on, rounded.
+    void put(int64_t row, int64_t output, const T* results, int64_t count) const {
+        memcpy(out + row * outputs + output, results, count * sizeof(T));
+    }
 
     struct Finish {
         const float* sums;

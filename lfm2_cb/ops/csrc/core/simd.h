@@ -123,6 +123,20 @@ inline void store_two(bf16* p, vec first, vec second) {
 #endif
 }
 
+// Two vectors rounded to bf16, lane by lane: the first in a lane's lower half, the second in its upper one. (The
+// instruction makes 0 of what is subnormal.)
+inline uvec rounded_pairs(vec lower, vec upper) {
+#if defined(__AVX512BF16__)
+    typedef uint16_t halves __attribute__((vector_size(64)));
+    asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(lower) : "v"(lower), "v"(upper));
+    constexpr halves sides = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return (uvec)__builtin_shuffle((halves)lower, sides);
+#else
+    return nearest_bf16(lower) | nearest_bf16(upper) << 16;
+#endif
+}
+
 // What would be stored, as fp32.
 template <class T>
 inline vec rounded(vec v) {

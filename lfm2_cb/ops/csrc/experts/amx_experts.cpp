@@ -65,6 +65,12 @@ template <class Values>
 struct Int8ByTiles : Int8Experts<Values> {
     int64_t few;
 
+    void lay_out(const Inputs<Values>& from, int64_t row, char* to) const {
+        if (from.count <= few) return Int8Experts<Values>::lay_out(from, row, to);
+        const auto p = this->product(0, from.count, to, 0);
+        for (int64_t group = 0; group < p.groups(); group++) int8::tiles::lay_out(p, from.row(row), row, group);
+    }
+
     void multiply(int64_t expert, int64_t rows, char* inputs, Range part, const Collect& epilogue) const {
         if (rows <= few) return Int8Experts<Values>::multiply(expert, rows, inputs, part, epilogue);
         this->multiply_by(expert, rows, inputs, part, epilogue,

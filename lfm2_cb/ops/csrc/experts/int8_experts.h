@@ -7,20 +7,20 @@
 
 namespace {
 
-// An epilogue before another: products, at most a panel's, times a scale for each output.
+// An epilogue before another: products, of at most two panels, times a scale for each output.
 struct Scale {
     const float* scales;
     int64_t from;  // the first scale's output
     Collect next;
 
     void operator()(int64_t row, int64_t output, const float* products, int64_t count) const {
-        float scaled[int8::PANEL];
+        float scaled[2 * int8::PANEL];
         for (int64_t o = 0; o < count; o++) scaled[o] = products[o] * scales[output - from + o];
         next(row, output, scaled, count);
     }
 };
 
-// Rows laid out: rounded, [whole tiles][padded], and behind them their scales [rows][groups].
+// Rows laid out: rounded, [whole tiles][padded], and behind them their scales [whole tiles][groups].
 template <class Values>
 struct Int8Experts {
     using T = Values;
@@ -44,12 +44,12 @@ struct Int8Experts {
     }
 
     int64_t bytes(int64_t rows) const {
-        return round_up(rows, WHOLE) * round_up(in, 64) + rows * ceil_div(in, int8::GROUP) * sizeof(float);
+        return round_up(rows, WHOLE) * (round_up(in, 64) + ceil_div(in, int8::GROUP) * sizeof(float));
     }
 
     void lay_out(const Inputs<T>& from, int64_t row, char* to) const {
         const auto p = product(0, from.count, to, 0);
-        for (int64_t group = 0; group < p.groups(); group++) p.round(row, group, from.row(row));
+        for (int64_t group = 0; group < p.groups(); group++) int8::vectors::lay_out(p, from.row(row), row, group);
     }
 
     // compute(the product of one expert, panels)

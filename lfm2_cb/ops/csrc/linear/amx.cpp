@@ -20,9 +20,9 @@ KERNEL(amx_packed_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, b
 }
 REPLAYABLE(amx_packed_linear_bf16)
 
-// As linear_int8 (csrc/linear/low_bit.cpp), with inputs of a multiple of 32 rows.
+// As linear_int8 (csrc/linear/low_bit.cpp), with inputs and input_scales of a multiple of 32 rows.
 KERNEL(amx_linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums,
-                        const void* scales, const void* bias, uint8_t* inputs, float* input_scales, void* out,
+                        const void* scales, const void* bias, void* inputs, float* input_scales, void* out,
                         int64_t rows, int64_t width, int64_t outputs, int64_t threads) {
     int8::with_product(x, is_bf16, weights, sums, scales, bias, inputs, input_scales, out, rows, width, outputs,
                  [=](const auto& product) { int8::tiles::linear(product, threads); });

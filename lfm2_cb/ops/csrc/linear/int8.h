@@ -4,8 +4,8 @@
 // a group's products are summed in 32-bit integers, where nothing overflows and no order matters, and the groups one
 // after another in fp32. So a row's result depends neither on the rows beside it nor on the instruction set.
 //
-// Rounded inputs are stored plus ZERO, as processors multiply unsigned bytes by signed ones. What that adds to a group's
-// sums, ZERO times the sum of the group's weights, is what they start from, taken off.
+// For vectors, rounded inputs are stored plus ZERO, as these multiply unsigned bytes by signed ones. What that adds to a
+// group's sums, ZERO times the sum of the group's weights, is what they start from, taken off.
 #pragma once
 
 #include "core/epilogue.h"
@@ -18,7 +18,7 @@ namespace int8 {
 
 constexpr int64_t PANEL = 16;        // outputs whose weights lie together
 constexpr int64_t FOUR = PANEL * 4;  // bytes: a panel's weights of four inputs
-constexpr int64_t GROUP = 128;       // inputs that share a scale
+constexpr int64_t GROUP = 512;       // inputs that share a scale
 constexpr int32_t ZERO = 128;
 
 // W outputs' sums of a group of zeros, taken off.
@@ -29,6 +29,17 @@ inline ivec zeros_of(const int16_t* sums) {
     return __builtin_convertvector(v, ivec) * -ZERO;
 }
 
+// total + products * scale: one operation where there is one. It is written out, as compilers fuse it here and not there.
+inline vec add_scaled(vec total, ivec products, float scale) {
+    const vec values = __builtin_convertvector(products, vec), scales = fill(scale);
+#if defined(__FMA__)
+    asm("vfmadd231ps %1, %2, %0" : "+v"(total) : "v"(values), "v"(scales));
+    return total;
+#else
+    return total + values * scales;
+#endif
+}
+
 // T: float or bf16.
 template <class T, class Epilogue>
 struct Product {
@@ -36,28 +47,27 @@ struct Product {
     const int8_t* weights;  // [panels][padded / 4][PANEL][4]
     const int16_t* sums;    // [panels][groups][PANEL], of the weights
     int64_t rows, width, outputs;
-    uint8_t* inputs;      // [rows][padded]
-    float* input_scales;  // [rows][groups]
+    void* inputs;         // [rows][padded] bytes, in the order of the kernel; rows: to a multiple of 32
+    float* input_scales;  // as many for each group
     Epilogue epilogue;
 
     int64_t padded() const { return round_up(width, 64); }
     int64_t groups() const { return ceil_div(width, GROUP); }
     int64_t panels() const { return ceil_div(outputs, PANEL); }
 
-    // A group of the row `from`.
-    template <class Row>
-    void round(int64_t row, int64_t group, const Row* from) const {
+    // A group of the row `from` and, up to `group_size`, zeros; returns its scale.
+    template <class Row, class Byte>
+    float round(const Row* from, int64_t group, int32_t zero, Byte* to) const {
         const int64_t begin = group * GROUP;
-        input_scales[row * groups() + group] =
-            round_inputs(from + begin, min(GROUP, width - begin), min(GROUP, padded() - begin), 127.0f, ZERO,
-                         inputs + row * padded() + begin);
+        return round_inputs(from + begin, min(GROUP, width - begin), group_size(group), 127.0f, zero, to);
     }
-    void round_all(int64_t threads) const {
-        parallel_for(rows * groups(), worthwhile_threads(rows * width, ROUNDED, threads), [&](int64_t i) {
-            const int64_t row = i / groups();
-            round(row, i % groups(), x + row * width);
-        });
+    // lay_out(row, group) for all of them.
+    template <class LayOut>
+    void round_all(int64_t threads, const LayOut& lay_out) const {
+        parallel_for(rows * groups(), worthwhile_threads(rows * width, ROUNDED, threads),
+                     [&](int64_t i) { lay_out(i / groups(), i % groups()); });
     }
+    int64_t group_size(int64_t group) const { return min(GROUP, padded() - group * GROUP); }
 
     // Of a panel's outputs in one row, from the sums of all groups [PANEL].
     void finish(int64_t row, int64_t panel, const float* totals) const {
@@ -68,7 +78,7 @@ struct Product {
 // compute(a Product of what a kernel was called with).
 template <class Compute>
 void with_product(const void* x, bool is_bf16, const int8_t* weights, const int16_t* sums, const void* scales,
-                  const void* bias, uint8_t* inputs, float* input_scales, void* out, int64_t rows, int64_t width,
+                  const void* bias, void* inputs, float* input_scales, void* out, int64_t rows, int64_t width,
                   int64_t outputs, Compute compute) {
     auto start = [&](auto* typed) {
         using T = std::remove_pointer_t<decltype(typed)>;

@@ -17,6 +17,14 @@ constexpr int VECTORS = PANEL / W;  // of a panel
 constexpr int ROWS = 10 / VECTORS;  // of a tile: its sums are ten registers, of 16
 constexpr int64_t ROW_BLOCK = 80;   // rows whose inputs the second-level cache holds
 constexpr int64_t AHEAD = 2048;     // bytes asked for where memory is waited for
+constexpr int64_t STRETCH = 128;    // inputs between which a prefetcher makes a step
+
+// A group of the row `from`: inputs [rows][padded], scales [rows][groups].
+template <class Product, class Row>
+void lay_out(const Product& p, const Row* from, int64_t row, int64_t group) {
+    uint8_t* to = (uint8_t*)p.inputs + row * p.padded() + group * GROUP;
+    p.input_scales[row * p.groups() + group] = p.round(from, group, ZERO, to);
+}
 
 // A tile of TILE_ROWS rows and of panels `panel`, `panel + apart`, ... Without a prefetcher it asks for its own weights;
 // of one row the processor foresees them better.
@@ -24,37 +32,39 @@ template <int TILE_ROWS, int PANELS, class Product>
 void compute_tile(const Product& p, int64_t row, int64_t panel, int64_t apart, Prefetcher* prefetcher) {
     constexpr int ALL = PANELS * VECTORS;
     const int64_t padded = p.padded(), groups = p.groups();
-    const uint8_t* x = p.inputs + row * padded;
+    const uint8_t* x = (const uint8_t*)p.inputs + row * padded;
     const int8_t* w = p.weights + panel * PANEL * padded;
     const int16_t* sums = p.sums + panel * groups * PANEL;
     const float* scales = p.input_scales + row * groups;
     float totals[TILE_ROWS][PANELS][PANEL] = {};
     for (int64_t g = 0; g < groups; g++) {
-        if (prefetcher) prefetcher->step();
         Sums acc[TILE_ROWS][ALL];
         UNROLLED for (int v = 0; v < ALL; v++) {
             const int64_t from = v / VECTORS * apart * groups * PANEL + g * PANEL + v % VECTORS * W;
             UNROLLED for (int r = 0; r < TILE_ROWS; r++) acc[r][v] = zeros_of(sums + from);
         }
-        for (int64_t k = g * GROUP, last = min(k + GROUP, padded); k < last; k += 8) {
-            if (TILE_ROWS > 1 && !prefetcher)
-                UNROLLED for (int j = 0; j < PANELS; j++) {
-                    const int8_t* later = w + j * apart * PANEL * padded + k * PANEL + AHEAD / PANELS;
-                    __builtin_prefetch(later);
-                    __builtin_prefetch(later + FOUR);
-                }
-            UNROLLED for (int r = 0; r < TILE_ROWS; r++) {
-                const Eight inputs = load_eight(x + r * padded + k);
-                UNROLLED for (int v = 0; v < ALL; v++) {
-                    const int8_t* from = w + v / VECTORS * apart * PANEL * padded + k * PANEL + v % VECTORS * (4 * W);
-                    acc[r][v] = multiply_add<FOUR>(acc[r][v], inputs, from);
+        for (int64_t k = g * GROUP, last = min(k + GROUP, padded); k < last;) {
+            if (prefetcher) prefetcher->step();
+            for (const int64_t end = min(k + STRETCH, last); k < end; k += 8) {
+                if (TILE_ROWS > 1 && !prefetcher)
+                    UNROLLED for (int j = 0; j < PANELS; j++) {
+                        const int8_t* later = w + j * apart * PANEL * padded + k * PANEL + AHEAD / PANELS;
+                        __builtin_prefetch(later);
+                        __builtin_prefetch(later + FOUR);
+                    }
+                UNROLLED for (int r = 0; r < TILE_ROWS; r++) {
+                    const Eight inputs = load_eight(x + r * padded + k);
+                    UNROLLED for (int v = 0; v < ALL; v++) {
+                        const int64_t vector = v / VECTORS * apart * PANEL * padded + v % VECTORS * (4 * W);
+                        acc[r][v] = multiply_add<FOUR>(acc[r][v], inputs, w + vector + k * PANEL);
+                    }
                 }
             }
         }
         UNROLLED for (int r = 0; r < TILE_ROWS; r++)
             UNROLLED for (int v = 0; v < ALL; v++) {
                 float* to = totals[r][0] + v * W;
-                store(to, load(to) + __builtin_convertvector(acc[r][v], vec) * scales[r * groups + g]);
+                store(to, add_scaled(load(to), acc[r][v], scales[r * groups + g]));
             }
     }
     for (int r = 0; r < TILE_ROWS; r++)
@@ -79,7 +89,7 @@ template <class Product>
 void compute_panel(const Product& p, Range rows, int64_t panel) {
     const int64_t bytes = PANEL * p.padded(), tiles = ceil_div(rows.size(), ROWS);
     const char* next = (const char*)p.weights + (panel + 1) % p.panels() * bytes;
-    Prefetcher prefetcher = Prefetcher::over(next, next + bytes, tiles * p.groups());
+    Prefetcher prefetcher = Prefetcher::over(next, next + bytes, tiles * ceil_div(p.padded(), STRETCH));
     for_each_tile(rows, ROWS, [&](int64_t row, int64_t count) {
         with_constant<ROWS>(count, [&](auto tile_rows) {
             compute_tile<decltype(tile_rows)::value, 1>(p, row, panel, 0, &prefetcher);
@@ -103,7 +113,7 @@ void multiply(const Product& p, Range panels) {
 template <class Product>
 void linear(const Product& p, int64_t threads) {
     const int64_t blocks = ceil_div(p.rows, ROW_BLOCK), panels = p.panels();
-    p.round_all(threads);
+    p.round_all(threads, [&](int64_t row, int64_t group) { lay_out(p, p.x + row * p.width, row, group); });
     if (p.rows <= ROWS)
         parallel_parts(panels, threads, [&](Range part) { multiply(p, part); });
     else

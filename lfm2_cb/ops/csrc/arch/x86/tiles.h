@@ -55,10 +55,10 @@ class Tiles {
     void multiply_bf16() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
     }
-    // Fours of bytes likewise, unsigned by signed, in 32-bit integers.
+    // Fours of signed bytes likewise, in 32-bit integers.
     template <int c, int a, int b>
     void multiply_bytes() {
-        asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+        asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
     }
 
   private:
