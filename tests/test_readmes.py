@@ -20,6 +20,7 @@ BLOCK = re.compile(r"^```(python|bash)\n(.*?)^```", re.M | re.S)
 #: lines of a shell block that set up environments or start the suite itself
 SET_UP = (
     "pip install",
+    "pip wheel",
     "bash scripts/demo.sh",
     "bash scripts/test.sh",
     "pytest",

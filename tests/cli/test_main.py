@@ -159,7 +159,8 @@ def test_every_option_of_the_generator_has_a_flag(monkeypatch):
 
 def expected_kernels():
     try:
-        return f"native, {native.load().isa}\n"
+        loaded = native.load()
+        return f"native, {loaded.isa}, {'prebuilt' if loaded.prebuilt else 'built here'}\n"
     except native.NativeUnavailable:
         return "torch\n"
 

@@ -192,6 +192,8 @@ def test_every_option_of_the_engine_has_a_flag_that_reaches_it(monkeypatch, tmp_
         "max_step_seconds": 0.5,
         "cache_dtype": "int8",
         "trace": str(tmp_path / "t.json"),
+        "sparse_prefill": 0.9,
+        "adapter_memory": "2GiB",
     }
     assert asked.keys() == {field.name for field in fields(EngineConfig)}
     flags = ["--no-prefix-caching"]

@@ -179,9 +179,9 @@ def test_a_shared_prefix_is_attended_to_once_and_changes_nothing(demo_stock, dem
     calls = []
     real = ragged_batch.cascade_attention
 
-    def noted(*args, packed):
+    def noted(*args, **kwargs):
         calls.append([len(prefix.rows) for prefix in args[-1]])
-        return real(*args, packed=packed)
+        return real(*args, **kwargs)
 
     monkeypatch.setattr(ragged_batch, "cascade_attention", noted)
     head = demo_tokenizer(" ".join(demo_prompts(60)))["input_ids"][:500]

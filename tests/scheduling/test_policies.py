@@ -9,6 +9,7 @@ from lfm2_cb.scheduling.cache_manager import CacheManager
 from lfm2_cb.scheduling.policies import (
     POLICIES,
     Batch,
+    ByAdapter,
     LengthAware,
     Outlook,
     PastFuture,
@@ -62,7 +63,7 @@ def unlike(i, length=8, new=4, **kwargs):
 def test_a_policy_object_is_taken_as_it_is_and_other_things_are_named():
     policy = PastFuture(window=5)
     assert make_policy(policy) is policy
-    assert {type(make_policy(name)) for name in POLICIES} == {Policy, Batch, PastFuture, LengthAware}
+    assert {type(make_policy(name)) for name in POLICIES} == {Policy, Batch, PastFuture, LengthAware, ByAdapter}
     with pytest.raises(TypeError, match="policy must be a name or a Policy, got int"):
         make_policy(3)
 

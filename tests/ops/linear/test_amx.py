@@ -351,6 +351,8 @@ def test_the_check_sees_wrong_integers(isa):
 
         def call(self, name, *args):
             plain.call(name, *args)
+            if name != "linear_int8":
+                return
             args[8][-1, -1] += self.error * args[8].abs().max()
 
     assert addition_is_right(AsVnni(0)) and not addition_is_right(AsVnni(0.05))

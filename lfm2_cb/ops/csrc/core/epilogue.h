@@ -64,10 +64,10 @@ struct ScaleAndAddBias {
 
         vec vector(int64_t o) const {
             const vec addend = bias ? load(bias + o) : vec{};
-            return load(sums + o) * load(scales + o) + addend;
+            return multiply_add(load(sums + o), load(scales + o), addend);
         }
         float scalar(int64_t o) const {
-            return sums[o] * to_float(scales[o]) + (bias ? to_float(bias[o]) : 0.0f);
+            return multiply_add(sums[o], to_float(scales[o]), bias ? to_float(bias[o]) : 0.0f);
         }
     };
 

@@ -145,6 +145,23 @@ inline vec rounded(vec v) {
 
 inline vec fill(float x) { return x - vec{}; }  // not 0 + x, which is work: it makes 0 of -0
 
+// a * b + c, rounded once where the instruction set can: written out, as compilers fuse it in one place and not in another.
+inline vec multiply_add(vec a, vec b, vec c) {
+#if defined(__FMA__)
+    asm("vfmadd231ps %1, %2, %0" : "+v"(c) : "v"(a), "v"(b));
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__)
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 inline float to_float(float x) { return x; }
 inline float to_float(bf16 x) {
     uint32_t u = (uint32_t)x.bits << 16;

@@ -29,15 +29,9 @@ inline ivec zeros_of(const int16_t* sums) {
     return __builtin_convertvector(v, ivec) * -ZERO;
 }
 
-// total + products * scale: one operation where there is one. It is written out, as compilers fuse it here and not there.
+// total + products * scale.
 inline vec add_scaled(vec total, ivec products, float scale) {
-    const vec values = __builtin_convertvector(products, vec), scales = fill(scale);
-#if defined(__FMA__)
-    asm("vfmadd231ps %1, %2, %0" : "+v"(total) : "v"(values), "v"(scales));
-    return total;
-#else
-    return total + values * scales;
-#endif
+    return multiply_add(__builtin_convertvector(products, vec), fill(scale), total);
 }
 
 // T: float or bf16.
