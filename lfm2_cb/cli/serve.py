@@ -90,18 +90,25 @@ def serve(args: argparse.Namespace) -> int:
             listener,
             model,
             tokenizer,
-            name=args.name or args.model,
-            api_key=args.api_key or os.environ.get(API_KEY_VARIABLE),
-            cors_origins=args.cors_origin,
-            max_queue=args.max_queue,
-            max_request_bytes=args.max_request_bytes,
-            log_requests=args.access_log,
-            shutdown_seconds=args.shutdown_seconds,
+            **_server_options(args),
             continuous_batching_config=config,
             adapters=adapters,
             adapter_endpoints=args.adapter_endpoints,
         )
     return 0
+
+
+def _server_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What a server and a fleet of them are told alike."""
+    return {
+        "name": args.name or args.model,
+        "api_key": args.api_key or os.environ.get(API_KEY_VARIABLE),
+        "cors_origins": args.cors_origin,
+        "max_queue": args.max_queue,
+        "max_request_bytes": args.max_request_bytes,
+        "log_requests": args.access_log,
+        "shutdown_seconds": args.shutdown_seconds,
+    }
 
 
 def _serve_fleet(args: argparse.Namespace, sizes: dict[str, Any]) -> int:
@@ -118,13 +125,7 @@ def _serve_fleet(args: argparse.Namespace, sizes: dict[str, Any]) -> int:
         replicas=args.replicas,
         cpus_per_replica=args.cpus_per_replica,
         gpus_per_replica=args.gpus_per_replica,
-        name=args.name or args.model,
-        api_key=args.api_key or os.environ.get(API_KEY_VARIABLE),
-        cors_origins=args.cors_origin,
-        max_queue=args.max_queue,
-        max_request_bytes=args.max_request_bytes,
-        log_requests=args.access_log,
-        shutdown_seconds=args.shutdown_seconds,
+        **_server_options(args),
         dtype=args.dtype,
         weights=args.weights,
         device=args.device,
