@@ -98,9 +98,10 @@ def ids(seed: int, batch: int = 3, length: int = 9) -> torch.Tensor:
     return torch.randint(3, 60, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
-def fuse_gradients(stock: Lfm2ForCausalLM) -> dict[str, torch.Tensor]:
-    """A stock model's gradients under our parameter names."""
+def taken_gradients(stock: Lfm2ForCausalLM) -> dict[str, torch.Tensor]:
+    """A stock model's gradients under our parameter names; it has none left, as our model shares some parameters."""
     gradients = {name: p.grad for name, p in stock.named_parameters()}
+    stock.zero_grad(set_to_none=True)
     for name in list(gradients):
         for fused, parts in FUSED.items():
             if name.endswith(parts[0]):
