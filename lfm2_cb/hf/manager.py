@@ -31,7 +31,7 @@ from .manager_outputs import (
     ProcessedLogprobs,
     SchedulerView,
 )
-from .manager_thread import GenerationThread, forget_cached
+from .manager_thread import GenerationThread
 from .stock_manager import ThreadStatus, keep_manager
 
 logger = logging.get_logger("transformers.lfm2_cb")
@@ -129,10 +129,9 @@ class Lfm2CbManager(ContinuousBatchingManager):
             return
         self.background_thread_status.clear()
         loop = self._prepare().loop
-        forget_cached(loop.engine)
+        loop.engine.forget_cached()
         self._generation_thread = GenerationThread(
             loop,
-            self.model,
             self.background_thread_status,
             self._changed,
             self._wake_up_loop,

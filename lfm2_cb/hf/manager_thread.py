@@ -1,4 +1,4 @@
-"""The manager's thread: drives the engine's loop, between pauses, over weights that may change, until told to stop."""
+"""The manager's thread: drives the engine's loop, between pauses, until told to stop."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import threading
 from collections.abc import Callable
 
 import torch
-from torch import nn
 from transformers.utils import logging
 
-from ..engine.engine import Engine, StepOutput
+from ..engine.engine import StepOutput
 from ..engine.loop import EngineLoop
 from .stock_manager import ThreadStatus
 
@@ -21,7 +20,6 @@ class GenerationThread(threading.Thread):
 
     Args:
         loop: whose engine it runs, as any other driver would.
-        model: whose weights their owner may change in place; the engine's own, or a stock model that shares them.
         status: by which others ask for a pause or the end.
         changed: held while requests are added, so that none comes between its last look and its end.
         wake_up: set by whoever has something for it.
@@ -32,7 +30,6 @@ class GenerationThread(threading.Thread):
     def __init__(
         self,
         loop: EngineLoop,
-        model: nn.Module,
         status: ThreadStatus,
         changed: threading.Condition,
         wake_up: threading.Event,
@@ -40,9 +37,8 @@ class GenerationThread(threading.Thread):
         on_end: Callable[[BaseException | None], None],
     ) -> None:
         super().__init__(name="lfm2_cb", daemon=True)
-        self._loop, self._model, self._status = loop, model, status
+        self._loop, self._status = loop, status
         self._changed, self._wake_up, self._deliver, self._on_end = changed, wake_up, deliver, on_end
-        self._version, self._was_idle = -1, True  # of the weights when the engine last ran; whether it is idle
 
     def run(self) -> None:
         model = self._loop.engine.runner.model
@@ -53,9 +49,7 @@ class GenerationThread(threading.Thread):
         error: BaseException | None = None
         try:
             while self._has_something_to_do():
-                outputs = self._loop.drive_once(self._before_step)
-                self._was_idle = not self._loop.has_work  # before anybody hears of it, and changes weights
-                self._deliver(outputs)
+                self._deliver(self._loop.drive_once(self._before_step))
             error = self._loop.broken_by
         except Exception as caught:  # what a request or a step gets wrong, engine and loop deal with; this is a bug
             logger.error("lfm2_cb: the generation thread died", exc_info=True)
@@ -82,26 +76,7 @@ class GenerationThread(threading.Thread):
         return False
 
     def _before_step(self) -> None:
-        """Hold while somebody pauses, and see whether weights have changed since the engine was last idle."""
-        engine = self._loop.engine
+        """Hold while somebody pauses. (Other changes of weights, the engine sees when requests are added.)"""
         if self._status.is_pause_requested():
             self._status.pause_and_wait()
-            forget_cached(engine)
-        if self._was_idle and (version := weights_version(self._model, engine.runner.model)) != self._version:
-            forget_cached(engine)
-            self._version = version
-
-
-def weights_version(*models: nn.Module) -> int:
-    """A number that changes with every in-place write to a parameter of these models.
-
-    (Writes through `.data` leave no trace: `pause()` and a new session drop what is cached in any case.)
-    """
-    return sum(parameter._version for model in set(models) for parameter in model.parameters())
-
-
-def forget_cached(engine: Engine) -> None:
-    """Let no request reuse what was computed so far: the weights may have changed. Call between two steps."""
-    for request in engine.scheduler.running:
-        request.use_prefix_cache = False  # what it computes from now on rests on the old
-    engine.scheduler.cache.clear()
+            self._loop.engine.forget_cached()  # a write through `.data` leaves no trace
