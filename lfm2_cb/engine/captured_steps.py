@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import nn
-from torch.nn.modules import module as torch_module
 from transformers.utils import logging
 
 from ..adapters.pool import AdaptedKernels, AdapterPool
 from ..model.decode_batch import DecodeBatch
-from ..model.foreign_code import foreign_code
 from ..model.hybrid_cache import HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
 from ..ops.kernel_set import KernelSet
 from ..ops.native import Arena, CapturedGraph
+from .capture_guard import CaptureGuard
 
 logger = logging.get_logger("transformers.lfm2_cb")
 
@@ -44,9 +42,8 @@ class CapturedSteps:
     """One graph for each number of rows that a step has had, some together, their intermediates in one arena; and
     others for steps whose rows share prefixes, or have adapters.
 
-    A graph holds while the model is what it was. Before every step we look whether its tensors are in their places and
-    nobody has hooks on it; after every `invalidate`, also whether a module or a parameter was replaced. A model that
-    does anything but native calls (an adapter, a hook) is not captured at all.
+    A graph holds while the model is what it was, by a `CaptureGuard`. A model that does anything but native calls (an
+    adapter, a hook) is not captured at all.
 
     Args:
         compute: the forward of a batch that is captured, to logits `[rows, vocab_size]`.
@@ -68,14 +65,10 @@ class CapturedSteps:
         self._model, self._cache, self._kernels, self._compute = model, cache, kernels, compute
         self._arena, self._adapters = arena, adapters
         self._graphs: dict[GraphKey, tuple[DecodeBatch, CapturedGraph]] = {}
-        self._structure: list[object] = []
-        self._tensors: list[torch.Tensor] = []
-        self._addresses: list[int] = []
-        self._hooks: list[Mapping[int, object]] = []
-        self._stale = True
+        self._guard = CaptureGuard(model)
         has_tiles = kernels.native is not None and kernels.native.isa == "amx" and model.dtype == torch.bfloat16
         self.rows_together = ROWS_TOGETHER if has_tiles else 1
-        self._capturable = {False: False, True: False}  # steps without shared prefixes, and those with
+        self._refused: set[bool] = set()  # steps that no capture could hold: without shared prefixes, and those with
 
     @property
     def num_graphs(self) -> int:
@@ -83,7 +76,7 @@ class CapturedSteps:
 
     def invalidate(self) -> None:
         """The model may have been changed since the last step, as between two calls of `generate()`."""
-        self._stale = True
+        self._guard.invalidate()
 
     def run(self, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]] = ()) -> torch.Tensor | None:
         """Logits `[rows, vocab_size]`, to be read before the next step; None: the rows must be run otherwise.
@@ -143,39 +136,11 @@ class CapturedSteps:
         else:
             kind = "with shared prefixes " if key.sharing else ""
             logger.info("lfm2_cb: decode steps %sare not captured, because of %s", kind, graph.not_captured)
-            self._capturable[key.sharing] = False
+            self._refused.add(key.sharing)
         return logits
 
     def _can_capture(self, sharing: bool) -> bool:
-        if self._stale and (structure := _structure_of(self._model)) != self._structure:
-            self._drop_graphs(structure)
-        if self._addresses != list(map(torch.Tensor.data_ptr, self._tensors)):
-            self._drop_graphs(_structure_of(self._model))
-        self._stale = False
-        return self._capturable[sharing] and not (any(self._hooks) and self._has_foreign_hooks())
-
-    def _has_foreign_hooks(self) -> bool:
-        """Whether any hook may change what comes out. (transformers leaves some that do not.)"""
-        return any(self._hooks[:2]) or any(map(foreign_code, self._model.modules()))
-
-    def _drop_graphs(self, structure: list[object]) -> None:
-        self._graphs.clear()
-        self._structure = structure
-        self._tensors = [*self._model.parameters(), *self._model.buffers()]
-        self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        modules = list(self._model.modules())
-        self._capturable = dict.fromkeys((False, True), not any("forward" in module.__dict__ for module in modules))
-        self._hooks = [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-        for module in modules:
-            self._hooks += module._forward_hooks, module._forward_pre_hooks
-
-
-def _structure_of(model: nn.Module) -> list[object]:
-    """What says that a model is still made of the same modules, tensors and constants."""
-    found: list[object] = []
-    for module in model.modules():
-        own = module.__dict__
-        found += id(module), "forward" in own, own.get("eps"), own.get("scaling"), own.get("attention_scaling")
-        found += own.get("top_k"), own.get("normalize"), own.get("scale")
-        found += map(id, (*module._parameters.values(), *module._buffers.values()))
-    return found
+        if self._guard.has_changed():
+            self._graphs.clear()
+            self._refused.clear()
+        return sharing not in self._refused and self._guard.may_capture()

@@ -13,6 +13,7 @@ from ..model.conversion import stock_of
 from ..model.decode_batch import DecodeBatch
 from ..model.hybrid_cache import CachePlan, HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
+from ..model.padded_batch import PaddedDecodeBatch
 from ..model.placement import place_side_by_side
 from ..model.ragged_batch import RaggedBatch, Row
 from ..ops.attention.sparse import SparsePrefill
@@ -21,6 +22,8 @@ from ..ops.native import Arena, NativeKernels, lend
 from ..scheduling.cache_manager import Fork
 from ..scheduling.scheduler import ScheduledRow
 from .captured_steps import CapturedSteps
+from .device_graphs import graphs_for
+from .padded_steps import PaddedSteps
 from .sharing import shared_prefixes
 
 #: RoPE variants whose frequencies depend on the longest sequence of the batch, and so on batch mates
@@ -62,12 +65,16 @@ class ModelRunner:
             place_side_by_side(model, stock() if stock is not None else None)
         self._watch = ModelWatch(model)
         self._watch.check()
-        self.cache = HybridCache(config, plan, model.dtype, model.device)
+        graphs = graphs_for(kernels, model.device) if self.kernels.native is None else None
+        self.cache = HybridCache(config, plan, model.dtype, model.device, has_scratch=graphs is not None)
         self._batch: RaggedBatch | None = None
         self.arena = Arena()  # for the intermediates of native steps
-        self.captured = None
+        self.captured: CapturedSteps | PaddedSteps | None = None
+        whole = model, self.cache, self.kernels, self._compute
         if self.kernels.native is not None:
-            self.captured = CapturedSteps(model, self.cache, self.kernels, self._compute, self.arena, adapters)
+            self.captured = CapturedSteps(*whole, self.arena, adapters)
+        elif graphs is not None:
+            self.captured = PaddedSteps(*whole, graphs, plan.num_slots, adapters)
 
     @property
     def native(self) -> NativeKernels | None:
@@ -102,12 +109,10 @@ class ModelRunner:
         with lend(self.arena):
             return self._compute(self._batch)
 
-    def _compute(self, batch: RaggedBatch) -> torch.Tensor:
-        tokens = (
-            {"inputs_embeds": batch.inputs_embeds}
-            if isinstance(batch, DecodeBatch)
-            else {"input_ids": batch.input_ids}
-        )
+    def _compute(self, batch: RaggedBatch | PaddedDecodeBatch) -> torch.Tensor:
+        tokens = {"input_ids": batch.input_ids}
+        if isinstance(batch, (DecodeBatch, PaddedDecodeBatch)):
+            tokens = {"inputs_embeds": batch.inputs_embeds}
         hidden_states = self.model.model(
             **tokens, position_ids=batch.position_ids, state=batch, use_cache=False
         ).last_hidden_state

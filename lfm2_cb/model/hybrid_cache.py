@@ -91,16 +91,28 @@ class HybridCache:
     state a sequence starts from is one gather wherever it comes from.
 
     Memory is committed by the system as it is first touched, up to the plan's bytes.
+
+    Args:
+        has_scratch: there is one more block (`scratch_block`), and one more conv state (`scratch_row`), beyond the
+            plan, that belong to nobody: for what padded rows of a step write.
     """
 
     ZERO_ROW = 0
 
-    def __init__(self, config: PreTrainedConfig, plan: CachePlan, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        plan: CachePlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        has_scratch: bool = False,
+    ) -> None:
         self.plan, self.device = plan, device
         self.num_kv_heads = config.num_key_value_heads
-        kv_shape = (plan.num_blocks, config.num_key_value_heads, plan.block_size, head_dim(config))
+        kv_shape = (plan.num_blocks + has_scratch, config.num_key_value_heads, plan.block_size, head_dim(config))
         num_rows = 1 + plan.num_slots + (plan.num_blocks if plan.checkpoints else 0)
-        conv_shape = (num_rows, config.conv_L_cache - 1, config.hidden_size)
+        conv_shape = (num_rows + has_scratch, config.conv_L_cache - 1, config.hidden_size)
+        self.scratch_block, self.scratch_row = (plan.num_blocks, num_rows) if has_scratch else (-1, -1)
         attention, conv = layers_of_type(config, "full_attention"), layers_of_type(config, "conv")
         kv_dtype = CACHE_DTYPES[plan.cache_dtype] or dtype
         self.keys: dict[int, KVBlocks] = {i: make_blocks(kv_shape, kv_dtype, device) for i in attention}

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from .attention.decode import decode_attention
 from .attention.kv_blocks import KVBlocks, write_rows
 from .experts import Experts, QuantizedExperts, native_mix_experts, route
 from .linear.dense import PackedLinear
@@ -143,6 +144,18 @@ class KernelSet:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `short_conv.gated_short_conv`."""
         return gated_short_conv(bcx, cache, read_rows, taps, weight, bias, write_rows, write_index, self.native)
+
+    def decode_attention(
+        self,
+        q: torch.Tensor,
+        key_cache: KVBlocks,
+        value_cache: KVBlocks,
+        kv_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        scaling: float,
+    ) -> torch.Tensor:
+        """As `decode.decode_attention`, which is what device graphs have."""
+        return decode_attention(q, key_cache, value_cache, kv_lens, block_table, scaling)
 
     def write_rows(self, blocks: KVBlocks, slot_mapping: torch.Tensor, rows: torch.Tensor) -> None:
         """As `kv_blocks.write_rows`."""
