@@ -23,11 +23,10 @@ ABSENT_ADAPTER = 0.25
 
 @dataclass
 class _Engine:
-    """What is known of one. What was sent there since the report before its last is as good as computed."""
+    """What is known of one: what it told, and what was sent there since the report before, as good as computed."""
 
     known: set[int] = field(default_factory=set)
-    sent: set[int] = field(default_factory=set)
-    sent_before: set[int] = field(default_factory=set)
+    sent: set[int] = field(default_factory=set)  # since the last report
     adapters: frozenset[str] = frozenset()
 
 
@@ -41,7 +40,7 @@ class PrefixRouter:
 
     def __init__(self, seed: int | None = None) -> None:
         self._engines: dict[str, _Engine] = {}
-        self._names: list[str] = []
+        self._ring: list[str] = []  # of all engines, in no order
         self._holders: dict[int, set[str]] = {}  # by block hash
         self._carriers: dict[str, set[str]] = {}  # by adapter
         self._random = random.Random(seed)
@@ -49,25 +48,28 @@ class PrefixRouter:
     def keep(self, names: Iterable[str]) -> None:
         """Know of these engines, and of no others."""
         names = set(names)
+        if names == self._engines.keys():
+            return
         for name in self._engines.keys() - names:
-            self._learn(name, set(), frozenset())
+            self._learn(name, set(), self._engines[name].known, frozenset())
             del self._engines[name]
         for name in sorted(names - self._engines.keys()):
             self._engines[name] = _Engine()
-        self._names = list(self._engines)
+        self._ring = list(self._engines)
+        self._random.shuffle(self._ring)
 
     def report(self, name: str, hashes: Iterable[int], adapters: Iterable[str] = ()) -> None:
         """Take in what an engine says that it holds."""
-        engine = self._engines[name]
-        engine.sent, engine.sent_before = set(), engine.sent
-        self._learn(name, engine.sent_before.union(hashes), frozenset(adapters))
+        engine, told = self._engines[name], set(hashes)
+        self._learn(name, told - engine.known, engine.known - told - engine.sent, frozenset(adapters))
+        engine.sent = set()
 
     def sent(self, name: str, hashes: Sequence[int]) -> None:
         """Take note that a request went to an engine, whatever decided so."""
         if (engine := self._engines.get(name)) is not None:
             engine.sent.update(hashes)
-            engine.known.update(hashes)
-            for block in hashes:
+            for block in [block for block in hashes if block not in engine.known]:
+                engine.known.add(block)
                 self._holders.setdefault(block, set()).add(name)
 
     def choose(self, hashes: Sequence[int], load: Callable[[str], float], adapter: str | None = None) -> str:
@@ -79,21 +81,29 @@ class PrefixRouter:
             adapter: that it runs with.
         Raises: IndexError: there are no engines.
         """
-        if not self._names:
+        if not self._ring:
             raise IndexError("there is no engine to choose")
-        drawn = self._draw(self._names)
+        drawn = self._draw(self._ring)
         carriers = None if adapter is None else self._carriers.get(adapter, set())
         if carriers:
             drawn = list({*drawn, *self._draw(sorted(carriers))})
         loads = {name: load(name) for name in drawn}
         fair = SHARE * sum(loads.values()) / len(loads) + SLACK
-        best, best_score = None, 0.0
-        for name, num_blocks in self._cached(hashes, drawn).items():
-            loads.setdefault(name, load(name))
-            presence = 1.0 if carriers is None or name in carriers else ABSENT_ADAPTER
-            score = num_blocks * presence / (1 + loads[name])
-            if loads[name] <= fair and score > best_score:
-                best, best_score = name, score
+        best, best_score, seen = None, 0.0, set()
+        for depth in range(len(hashes), 0, -1):
+            if depth <= best_score:  # an idle engine with so few blocks scores no more
+                break
+            holders = self._holders.get(hashes[depth - 1], ())
+            for name in holders if len(holders) <= SAMPLE else drawn:
+                if name in seen or name not in holders:
+                    continue
+                seen.add(name)
+                if (there := loads.get(name)) is None:
+                    there = load(name)
+                presence = 1.0 if carriers is None or name in carriers else ABSENT_ADAPTER
+                score = depth * presence / (1 + there)
+                if there <= fair and score > best_score:
+                    best, best_score = name, score
         if best is not None:
             return best
         free = [name for name in drawn if loads[name] <= fair]
@@ -101,31 +111,23 @@ class PrefixRouter:
         return min(self._random.sample(free, min(2, len(free))), key=loads.__getitem__)
 
     def _draw(self, names: list[str]) -> list[str]:
-        """All, or some (fewer than `SAMPLE` where one is drawn twice)."""
-        return names if len(names) <= SAMPLE else list(dict.fromkeys(self._random.choices(names, k=SAMPLE)))
+        """All, or as many as `SAMPLE`: neighbours, which costs a tenth of drawing each by itself."""
+        if len(names) <= SAMPLE:
+            return names
+        first = int(self._random.random() * len(names))
+        return names[first : first + SAMPLE] + names[: max(0, first + SAMPLE - len(names))]
 
-    def _cached(self, hashes: Sequence[int], drawn: Sequence[str]) -> dict[str, int]:
-        """How many leading blocks engines hold, of those that hold any."""
-        found: dict[str, int] = {}
-        for depth, block in enumerate(hashes, 1):
-            holders = self._holders.get(block)
-            if not holders:
-                break
-            for name in holders if len(holders) <= SAMPLE else drawn:
-                if name in holders:
-                    found[name] = depth
-        return found
-
-    def _learn(self, name: str, known: set[int], adapters: frozenset[str]) -> None:
+    def _learn(self, name: str, new: set[int], gone: set[int], adapters: frozenset[str]) -> None:
         engine = self._engines[name]
         for adapter in engine.adapters ^ adapters:
             self._carriers.setdefault(adapter, set()).symmetric_difference_update({name})
         engine.adapters = adapters
-        for block in engine.known - known:
+        for block in gone:
             holders = self._holders[block]
             holders.discard(name)
             if not holders:
                 del self._holders[block]
-        for block in known - engine.known:
+        for block in new:
             self._holders.setdefault(block, set()).add(name)
-        engine.known = known
+        engine.known -= gone
+        engine.known |= new

@@ -14,16 +14,21 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
 import simulate_fleet
+from fleet_model import RecordedChat
 
 import lfm2_cb
+from lfm2_cb.loading import load_tokenizer
+from lfm2_cb.scheduling.prefix_hashes import prefix_hashes
 
 MODEL = lfm2_cb.demo_model_path()
 BLOCK_SIZE, NUM_BLOCKS, ANSWER_TOKENS = 16, 3000, 32
@@ -35,13 +40,17 @@ def questions(count: int) -> list[str]:
     return [json.loads(lines[i % len(lines)])["prompt"] for i in range(count)]
 
 
+def system_prompt(num_chats: int, num_characters: int) -> str:
+    return " ".join(questions(num_chats))[:num_characters]
+
+
 async def talk(url: str, args: argparse.Namespace) -> tuple[int, int]:
     """All chats. Returns: prompt tokens, and those that were cached."""
     import openai
 
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300)
     texts = questions(args.chats * args.turns)
-    system = " ".join(questions(args.chats))[: args.system_characters]
+    system = system_prompt(args.chats, args.system_characters)
     totals = [0, 0]
 
     async def chat(number: int) -> None:
@@ -116,34 +125,41 @@ def main() -> None:
 
 
 def simulated(replicas: int, in_turns: bool, args: argparse.Namespace) -> tuple[float, float]:
-    """As `measure`, by the simulator, with the lengths that those texts have."""
-    from lfm2_cb.loading import load_tokenizer
-
-    tokenizer = load_tokenizer(MODEL)
-    texts = questions(args.chats * args.turns)
-    question = sum(len(tokenizer(text)["input_ids"]) + 5 for text in texts) / len(texts)  # and a turn's markers
-    system = " ".join(questions(args.chats))[: args.system_characters]
-    flags = {
-        "requests": args.chats * args.turns,
-        "system-prompts": 1,
-        "system-tokens": len(tokenizer(system)["input_ids"]) + 5,
-        "question-tokens": question,
-        "answer-tokens": ANSWER_TOKENS + 5,
-        "block-size": BLOCK_SIZE,
-        "blocks": NUM_BLOCKS,
-        "chats": args.chats,
-        "turns": args.turns,
-        "spread": 0.0,
-        "think-seconds": 1e-3,
-        "staleness": 2.0,
-    }
-    policy = "round_robin" if in_turns else "prefix"
-    given = [text for name, value in flags.items() for text in (f"--{name}", f"{value}")]
-    parsed = simulate_fleet.parse(["--replicas", f"{replicas}", "--policies", policy, *given])
+    """As `measure`, by the simulator, on the same chats."""
+    flags = f"--requests {args.chats * args.turns} --block-size {BLOCK_SIZE} --blocks {NUM_BLOCKS}".split()
+    parsed = simulate_fleet.parse([*flags, "--staleness", "2", "--think-seconds", "0.001"])
     # the tiny model's steps: a few milliseconds, whatever is in them
     cost = simulate_fleet.CostModel(step=0.004, token=2e-5, row=1e-4, kv_token=0.0)
-    outcome = simulate_fleet.Fleet(policy, replicas, parsed, cost).run()
+    chats = [RecordedChat(deque(turns)) for turns in held_chats(args.chats, args.turns, args.system_characters)]
+    policy = "round_robin" if in_turns else "prefix"
+    outcome = simulate_fleet.Fleet(policy, replicas, parsed, cost, chats).run()
     return outcome.row()["hit rate %"], outcome.seconds
+
+
+@cache
+def held_chats(num_chats: int, num_turns: int, system_characters: int) -> list[list[tuple]]:
+    """The chats as they go (answers are greedy, so they go so wherever they are held): what `RecordedChat` takes.
+
+    An answer comes back in the next prompt as its text, and may be tokenized otherwise there; special tokens in it do
+    not come back at all.
+    """
+    tokenizer = load_tokenizer(MODEL)
+    texts = questions(num_chats * num_turns)
+    chats = [[{"role": "system", "content": system_prompt(num_chats, system_characters)}] for _ in range(num_chats)]
+    recorded: list[list[tuple]] = [[] for _ in chats]
+    with lfm2_cb.ContinuousBatchingGenerator(MODEL, tokenizer, kernels="torch", cache_memory="64MiB") as generator:
+        no_token = generator.model.config.vocab_size
+        for turn in range(num_turns):
+            for number, messages in enumerate(chats):
+                messages.append({"role": "user", "content": texts[number * num_turns + turn]})
+            prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
+            answers = generator.generate(prompts, max_new_tokens=ANSWER_TOKENS, do_sample=False, eos_token_id=no_token)
+            for messages, turns, prompt, answer in zip(chats, recorded, prompts, answers, strict=True):
+                said = answer.token_ids
+                messages.append({"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True)})
+                known_after = prefix_hashes([*prompt, *said], BLOCK_SIZE)
+                turns.append((prefix_hashes(prompt, BLOCK_SIZE), known_after, len(prompt), len(said)))
+    return recorded
 
 
 if __name__ == "__main__":

@@ -1,194 +1,49 @@
 """Chats on a fleet of engines behind one router, far beyond what this machine could run.
 
     python scripts/tools/simulate_fleet.py --replicas 8 --requests 100000
-    python scripts/tools/simulate_fleet.py --replicas 1 8 64 1000 --requests 1000000
+    python scripts/tools/simulate_fleet.py --replicas 1 8 64 1000 --requests 1000000    # a quarter of an hour
 
-The prefix-aware policy is the router's own code (`lfm2_cb.scheduling.routing`). Engines are coarser than those of
-simulate.py, so that a million requests take minutes: blocks are numbers, a step takes what `simulate.CostModel` says,
-and steps between two events are taken in one go. A chat begins with one of a few system prompts; its next turn comes
-after its answer and some time to think, with all that was said.
+The prefix-aware policy is the router's own code (`lfm2_cb.scheduling.routing`); engines are those of fleet_model.py. A
+chat begins with one of a few system prompts; its next turn comes after its answer and some time to think, with all
+that was said. So many users a replica ask, each beginning another chat after the last turn of one: where answers take
+longer, less is asked. With `--rate` chats begin whatever becomes of those before.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import heapq
 import json
-import math
 import random
 import time
-from array import array
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import islice
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
-from simulate import CostModel, lognormal, percentile
+from fleet_model import Chat, Engine, MadeUpChat, Outcome, Turn
+from simulate import CostModel
 
 from lfm2_cb.scheduling.routing import PrefixRouter
 
 POLICIES = ("round_robin", "least_loaded", "prefix")
 
 
-@dataclass(slots=True)
-class Chat:
-    """A conversation: how long it is by now, and what is still to come."""
-
-    number: int
-    system: int
-    num_tokens: int  # computed or said so far
-    turns_left: int
-
-
-@dataclass(slots=True)
-class Turn:
-    """One request."""
-
-    chat: Chat
-    asked_at: float
-    blocks: list[int]  # hashes of the prompt's, from the first
-    num_prompt_tokens: int
-    num_output_tokens: int
-    ends_at_step: int = 0
-    num_held: int = 0  # blocks
-
-
-@dataclass
-class Outcome:
-    """What became of all requests under one policy."""
-
-    policy: str
-    num_replicas: int
-    seconds: float = 0.0
-    output_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    imbalance: float = 0.0  # of the busiest replica's time in steps over the mean
-    cpu_seconds: float = 0.0
-    ttft: array = field(default_factory=lambda: array("d"))
-
-    def row(self) -> dict[str, float]:
-        return {
-            "requests": len(self.ttft),
-            "output tok/s": self.output_tokens / self.seconds,
-            "TTFT p50 s": percentile(self.ttft, 0.5),
-            "TTFT p99 s": percentile(self.ttft, 0.99),
-            "hit rate %": 100 * self.cached_tokens / self.prompt_tokens,
-            "busiest / mean": self.imbalance,
-            "CPU s": self.cpu_seconds,
-        }
-
-
-class Engine:
-    """One replica: continuous batching over an LRU of blocks, in steps of the cost model."""
-
-    def __init__(self, name: str, args: argparse.Namespace, cost: CostModel) -> None:
-        self.name, self.args, self.cost = name, args, cost
-        self.cache: dict[int, None] = {}  # the last used last
-        self.waiting: deque[Turn] = deque()
-        self.prefilling: list[list] = []  # [turn, tokens left to compute]
-        self.decoding: list[tuple[int, int, Turn]] = []  # heap, by the step that ends it
-        self.num_steps, self.num_held, self.num_kv_tokens, self.busy_seconds = 0, 0, 0, 0.0
-        self.plan: tuple[float, float, int] | None = None  # began at, seconds a step, steps
-        self.version, self.changed = 0, True
-
-    @property
-    def num_running(self) -> int:
-        return len(self.prefilling) + len(self.decoding)
-
-    def admit(self, outcome: Outcome) -> None:
-        """Let waiting requests in, and see what the cache has of them."""
-        while self.waiting and self.num_running < self.args.sequences:
-            turn = self.waiting[0]
-            needed = (turn.num_prompt_tokens + turn.num_output_tokens) // self.args.block_size + 1
-            if self.num_held + needed > self.args.blocks and self.num_running:
-                return
-            self.waiting.popleft()
-            matched = 0
-            for block in turn.blocks:
-                if block not in self.cache:
-                    break
-                matched += 1
-            turn.num_held = needed
-            self.num_held += needed
-            cached = matched * self.args.block_size
-            outcome.prompt_tokens += turn.num_prompt_tokens
-            outcome.cached_tokens += cached
-            self.touch(turn.blocks)
-            self.prefilling.append([turn, turn.num_prompt_tokens - cached])
-            self.num_kv_tokens += turn.num_prompt_tokens
-
-    def touch(self, blocks: list[int]) -> None:
-        """They are the last used, the first of them last of all, as the deepest goes first."""
-        cache = self.cache
-        for block in reversed(blocks):
-            cache.pop(block, None)
-            cache[block] = None
-        for block in list(islice(cache, max(0, len(cache) - self.args.blocks))):
-            del cache[block]
-        self.changed = True
-
-    def begin(self, now: float) -> float | None:
-        """Begin steps until something changes. Returns: when that is; None: nothing runs."""
-        if not self.num_running:
-            self.plan = None
-            return None
-        rows = len(self.decoding)
-        if self.prefilling:
-            budget = self.args.max_batch_tokens - rows
-            computed = 0
-            for entry in self.prefilling:
-                part = min(entry[1], budget - computed)
-                entry[1] -= part
-                computed += part
-            seconds, steps = self.cost.seconds_of(rows + computed, rows + 1, self.num_kv_tokens), 1
-        else:
-            steps = self.decoding[0][0] - self.num_steps
-            seconds = self.cost.seconds_of(rows, rows, self.num_kv_tokens + rows * steps // 2)
-        self.plan = (now, seconds, steps)
-        return now + seconds * steps
-
-    def interrupt(self, now: float) -> float | None:
-        """A request has come: end the run of steps with the one under way. Returns: when, if that is earlier."""
-        assert self.plan is not None
-        began, seconds, steps = self.plan
-        fewer = max(1, math.ceil((now - began) / seconds))
-        if fewer >= steps:
-            return None
-        self.plan = (began, seconds, fewer)
-        return began + seconds * fewer
-
-    def complete(self, now: float, first_token: Callable[[Turn], None]) -> list[Turn]:
-        """The steps begun are done. Returns: those that have ended."""
-        assert self.plan is not None
-        _, seconds, steps = self.plan
-        self.num_steps += steps
-        self.busy_seconds += seconds * steps
-        self.num_kv_tokens += len(self.decoding) * steps
-        still = []
-        for entry in self.prefilling:
-            if entry[1] > 0:
-                still.append(entry)
-                continue
-            turn = entry[0]
-            first_token(turn)
-            turn.ends_at_step = self.num_steps + turn.num_output_tokens - 1
-            heapq.heappush(self.decoding, (turn.ends_at_step, turn.chat.number, turn))
-        self.prefilling = still
-        ended = []
-        while self.decoding and self.decoding[0][0] <= self.num_steps:
-            turn = heapq.heappop(self.decoding)[2]
-            self.num_held -= turn.num_held
-            self.num_kv_tokens -= turn.num_prompt_tokens + turn.num_output_tokens
-            ended.append(turn)
-        return ended
-
-
 class Fleet:
-    """Engines, their router, and the clients: events in the order of simulated time."""
+    """Engines, their router, and the clients: events in the order of simulated time.
 
-    def __init__(self, policy: str, num_replicas: int, args: argparse.Namespace, cost: CostModel) -> None:
-        self.args, self.policy = args, policy
+    Args: chats: that are all there from the start, instead of those that `args` asks for.
+    """
+
+    def __init__(
+        self,
+        policy: str,
+        num_replicas: int,
+        args: argparse.Namespace,
+        cost: CostModel,
+        chats: Sequence[Chat] | None = None,
+    ) -> None:
+        self.args, self.policy, self.chats = args, policy, chats
         self.rng = random.Random(args.seed)
         self.engines = {f"{i}": Engine(f"{i}", args, cost) for i in range(num_replicas)}
         self.names = list(self.engines)
@@ -199,22 +54,18 @@ class Fleet:
         self.events: list[tuple[float, int, Callable[..., None], tuple]] = []
         self.now, self.num_events, self.num_asked, self.num_chats, self.num_routed = 0.0, 0, 0, 0, 0
         weights = [1 / rank for rank in range(1, args.system_prompts + 1)]
-        self.popularity = [sum(weights[: i + 1]) / sum(weights) for i in range(len(weights))]
+        self.popularity = [total / sum(weights) for total in accumulate(weights)]
 
     def run(self) -> Outcome:
         began = time.process_time()
-        if self.args.chats is None:
-            self._at(0.0, self._open_chat)
-        for _ in range(self.args.chats or 0):
-            self._at(0.0, self._begin_chat, round(self.args.turns))
+        self._schedule_clients()
         if self.policy == "prefix":
             for name in self.names:  # each in its own time
                 self._at(self.rng.random() * self.args.staleness, self._report, name)
-        while self.events:
-            self.now, _, act, given = heapq.heappop(self.events)
+        events, ttft, most = self.events, self.outcome.ttft, self.args.requests
+        while events and len(ttft) < most:
+            self.now, _, act, given = heapq.heappop(events)
             act(*given)
-            if len(self.outcome.ttft) == self.args.requests:
-                break
         busy = [engine.busy_seconds for engine in self.engines.values()]
         self.outcome.imbalance = max(busy) * len(busy) / sum(busy)
         self.outcome.seconds, self.outcome.cpu_seconds = self.now, time.process_time() - began
@@ -226,40 +77,41 @@ class Fleet:
 
     # Clients
 
+    def _schedule_clients(self) -> None:
+        if self.chats is not None:
+            for chat in self.chats:
+                self._at(0.0, self._ask, chat)
+        elif self.args.rate is not None:
+            self._at(0.0, self._open_chat)
+        else:
+            for _ in range(self.args.users * len(self.names)):
+                self._at(self.rng.random() * self.args.think_seconds, self._begin_chat)
+
     def _open_chat(self) -> None:
-        args = self.args
-        self._begin_chat(max(1, round(self.rng.expovariate(1 / args.turns))))
-        if self.num_asked < args.requests:
-            rate = args.rate * len(self.names) / args.turns
+        self._begin_chat()
+        if self.num_asked < self.args.requests:
+            rate = self.args.rate * len(self.names) / self.args.turns
             self._at(self.now + self.rng.expovariate(rate), self._open_chat)
 
-    def _begin_chat(self, turns: int) -> None:
-        draw = self.rng.random()
-        system = next(i for i, share in enumerate(self.popularity) if draw <= share)
+    def _begin_chat(self) -> None:
+        system = min(bisect_left(self.popularity, self.rng.random()), len(self.popularity) - 1)
+        turns = max(1, round(self.rng.expovariate(1 / self.args.turns)))
         self.num_chats += 1
-        self._ask(Chat(self.num_chats, system, self.args.system_tokens, turns))
+        self._ask(MadeUpChat(self.num_chats, system, turns, self.rng, self.args))
 
     def _ask(self, chat: Chat) -> None:
-        args = self.args
-        if self.num_asked >= args.requests:
+        if self.num_asked >= self.args.requests:
+            return
+        turn = chat.next_turn()
+        if turn is None:
+            if self.chats is None and self.args.rate is None:
+                self._begin_chat()
             return
         self.num_asked += 1
-        chat.num_tokens += lognormal(self.rng, args.question_tokens, args.spread, 2048)
-        chat.turns_left -= 1
-        turn = Turn(chat, self.now, [], chat.num_tokens, lognormal(self.rng, args.answer_tokens, args.spread, 1024))
-        turn.blocks = self._blocks(chat, chat.num_tokens)
+        turn.asked_at = self.now
         name = self._route(turn)
         self.loads[name] += 1
-        self._at(self.now + args.delay, self._arrive, name, turn)
-
-    def _blocks(self, chat: Chat, num_tokens: int) -> list[int]:
-        """Stand-ins for hashes: of the system prompt alone, then of the chat."""
-        shared = self.args.system_tokens // self.args.block_size
-        count = (num_tokens - 1) // self.args.block_size
-        odd = 2654435761  # times an odd number no two below 2**32 become one
-        head = [(chat.system << 12 | i) * odd % 2**32 for i in range(min(count, shared))]
-        first = self.args.system_prompts + chat.number
-        return head + [(first << 12 | i) * odd % 2**32 for i in range(shared, count)]
+        self._at(self.now + self.args.delay, self._arrive, self.engines[name], turn)
 
     # The router
 
@@ -278,13 +130,12 @@ class Fleet:
         engine = self.engines[name]
         if engine.changed:
             engine.changed = False
-            self._at(self.now + self.args.delay, self.router.report, name, list(engine.cache))
+            self.router.report(name, engine.cache)
         self._at(self.now + self.args.staleness, self._report, name)
 
     # Engines
 
-    def _arrive(self, name: str, turn: Turn) -> None:
-        engine = self.engines[name]
+    def _arrive(self, engine: Engine, turn: Turn) -> None:
         engine.waiting.append(turn)
         if engine.plan is None:
             self._go_on(engine)
@@ -293,7 +144,8 @@ class Fleet:
             self._at(when, self._stepped, engine, engine.version)
 
     def _go_on(self, engine: Engine) -> None:
-        engine.admit(self.outcome)
+        if engine.waiting:
+            engine.admit(self.outcome)
         when = engine.begin(self.now)
         if when is not None:
             engine.version += 1
@@ -301,16 +153,12 @@ class Fleet:
 
     def _stepped(self, engine: Engine, version: int) -> None:
         if version != engine.version:
-            return
-        for turn in engine.complete(self.now, self._first_token):
-            chat = turn.chat
-            chat.num_tokens += turn.num_output_tokens
-            engine.touch(self._blocks(chat, chat.num_tokens))
+            return  # it was interrupted before
+        for turn in engine.complete(self._first_token):
             self.outcome.output_tokens += turn.num_output_tokens
             self._at(self.now + self.args.delay, self._heard, engine.name)
-            if chat.turns_left:
-                think = self.rng.expovariate(1 / self.args.think_seconds)
-                self._at(self.now + self.args.delay + think, self._ask, chat)
+            think = self.rng.expovariate(1 / self.args.think_seconds)
+            self._at(self.now + self.args.delay + think, self._ask, turn.chat)
         self._go_on(engine)
 
     def _heard(self, name: str) -> None:
@@ -335,9 +183,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--replicas", nargs="+", type=int, default=[1, 8, 64])
     add("--policies", nargs="+", default=list(POLICIES), choices=POLICIES)
     add("--requests", type=int, default=100_000)
-    add("--rate", type=float, default=0.5, help="requests a second for each replica, as Poisson arrivals of chats")
+    add("--users", type=int, default=24, help="that ask each replica, one chat after another")
+    add("--rate", type=float, help="requests a second for each replica instead, as Poisson arrivals of chats")
     add("--turns", type=float, default=6, help="of a chat, mean of an exponential distribution")
-    add("--chats", type=int, help="as many, all from the start and each of exactly --turns; default: by --rate")
     add("--think-seconds", type=float, default=20.0, help="between an answer and the next turn, mean")
     add("--system-prompts", type=int, default=20, help="the k-th is asked with as often as 1/k says")
     add("--system-tokens", type=int, default=512)
@@ -372,4 +220,5 @@ def main(argv: list[str] | None = None) -> list[Outcome]:
 
 
 if __name__ == "__main__":
+    gc.disable()  # there are no cycles, and millions of objects to look through for them
     main()
