@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import json
 import statistics
 import sys
@@ -51,6 +52,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="random-350m", help='checkpoint path, "tiny" or "random-350m"')
+    add("--device", default="cpu", help='of ours, stock and the peers: "cpu", "cuda" (default: %(default)s)')
     add("--dtype", choices=["float32", "bfloat16"], help="default: what this hardware multiplies best")
     add("--workloads", nargs="*", default=list(STOCK_BATCHES), choices=list(STOCK_BATCHES))
     add("--repeats", type=int, default=3, help="rounds")
@@ -76,7 +78,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     ours.add_argument("--max-step-seconds", type=float, default=EngineConfig.max_step_seconds)
 
     others = parser.add_argument_group("other engines")
-    others.add_argument("--peer", nargs="+", default=[], metavar="NAME=PYTHON", help="vllm, openvino; and its Python")
+    others.add_argument(
+        "--peer", nargs="+", default=[], metavar="NAME=PYTHON", help="vllm, openvino, generate_batch; and its Python"
+    )
     others.add_argument("--peer-model", nargs="+", default=[], metavar="NAME=DIR", help="default: the checkpoint")
     others.add_argument("--checkpoint", help="folder for the model that other processes load; default: temporary")
 
@@ -111,7 +115,8 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, report: Report, stack: contextlib.ExitStack) -> None:
         self.args, self.report, self.stack = args, report, stack
-        model = load_model(args.model, getattr(torch, args.dtype))
+        self.device = torch.device(args.device)
+        model = load_model(args.model, getattr(torch, args.dtype)).to(self.device)
         self.vocab_size = model.config.vocab_size
         workloads = make_workloads(self.vocab_size, model.config.max_position_embeddings)
         self.workloads = {name: self.limited(workload) for name, workload in workloads.items()}
@@ -161,6 +166,7 @@ class Run:
                 "cache_memory": parse_bytes(args.cache_memory),
                 "dtype": args.dtype,
                 "prefix_caching": not args.no_prefix_caching,
+                "device": args.device,
             }
             peer = Peer(name, python, options)
             self.stack.callback(peer.close)
@@ -175,7 +181,7 @@ class Run:
         peers = self.start_peers() if args.workloads else []
         bench = Bench(
             self.report, self.generator, self.work, self.stock, args.repeats, args.stock_repeats, args.uncached, sizes,
-            peers,
+            peers, functools.partial(measure_machine, args),
         )  # fmt: skip
         warm_up = cut(self.workloads["five"], 2, 8)
         run_ours(self.generator, warm_up)
@@ -230,7 +236,8 @@ class Run:
 def measure(args: argparse.Namespace) -> Report:
     """Run all that is asked for."""
     options = {name: value for name, value in vars(args).items() if name not in ("json", "markdown", "plots", "read")}
-    report = Report(args.json, {"machine": machine.facts() | {"measured": machine.measure()}, "options": options})
+    facts = machine.facts() | machine.card_facts(torch.device(args.device))
+    report = Report(args.json, {"machine": facts | {"measured": measure_machine(args)}, "options": options})
     with contextlib.ExitStack() as stack:
         run = Run(args, report, stack)
         steps = log_steps(run.generator.engine) if args.cost_model else []
@@ -244,6 +251,11 @@ def measure(args: argparse.Namespace) -> Report:
         run.fresh_processes()
     report.save()
     return report
+
+
+def measure_machine(args: argparse.Namespace) -> dict[str, float]:
+    device = torch.device(args.device)
+    return machine.measure_card(device) if device.type == "cuda" else machine.measure()
 
 
 def fit_cost_model(steps: list[tuple[int, int, int, float]], path: str) -> None:

@@ -217,7 +217,7 @@ def test_a_peer_that_answers_too_short_or_ends(fake_peer):
 
 
 def test_the_runners_that_ship():
-    assert peers.known_peers() == ["openvino", "vllm"]
+    assert peers.known_peers() == ["generate_batch", "openvino", "vllm"]
 
 
 def test_under_load_all_arrive_and_the_long_ones_are_told_apart(tmp_path):

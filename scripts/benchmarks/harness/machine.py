@@ -79,6 +79,37 @@ def measure(budget: float = 0.4) -> dict[str, float]:
     }
 
 
+def measure_card(device: torch.device, budget: float = 0.4) -> dict[str, float]:
+    """As `measure`, of a CUDA card: what torch reads of its memory, and multiplies.
+
+    Args: budget: seconds for each, roughly.
+    """
+
+    def quickest(run: Callable[[], Any]) -> float:
+        def whole() -> None:
+            run()
+            torch.cuda.synchronize(device)
+
+        whole()
+        return best_seconds(whole, budget / 4)
+
+    # A matrix with a vector reads the matrix once, 1 GB of it: far more than the card's cache holds.
+    matrix = torch.ones(2**14, 2**15, dtype=torch.bfloat16, device=device)
+    found = {"read_gb_per_s": matrix.nbytes / quickest(lambda: matrix @ matrix[0]) / 1e9}
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
+        a, b = torch.randn(2, 4096, 4096, device=device).to(dtype)
+        found[f"{name}_tflop_per_s"] = 2 * 4096**3 / quickest(lambda a=a, b=b: a @ b) / 1e12
+    return found
+
+
+def card_facts(device: torch.device) -> dict[str, Any]:
+    """What this card is; nothing of a CPU."""
+    if device.type != "cuda":
+        return {}
+    card = torch.cuda.get_device_properties(device)
+    return {"card": card.name, "card_gib": round(card.total_memory / 2**30), "cuda": torch.version.cuda}
+
+
 def has_bf16_hardware() -> bool:
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 

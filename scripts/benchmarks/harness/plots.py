@@ -8,7 +8,13 @@ from typing import Any
 from .report import median_of
 
 #: engines by their key in a report, as the pictures call them; the others by their own names
-ENGINES = {"ours": "lfm2_cb", "stock": "stock generate()", "vllm": "vLLM CPU", "openvino": "OpenVINO GenAI"}
+ENGINES = {
+    "ours": "lfm2_cb",
+    "stock": "stock generate()",
+    "vllm": "vLLM",
+    "openvino": "OpenVINO GenAI",
+    "generate_batch": "stock generate_batch(), a Llama",
+}
 COLOURS = ("#3b78c3", "#b9c0c9", "#e08a3c", "#7c5cc4", "#2a9d5c")
 
 
@@ -65,6 +71,8 @@ def _workloads(data: dict[str, Any], path: Path) -> Path:
 
 def _setting(data: dict[str, Any]) -> str:
     machine, options = data["machine"], data.get("options", {})
+    if "card" in machine:
+        return f"{options.get('model')} in {options.get('dtype')}, {machine['card']}"
     cpu = machine["cpu"].replace("(R)", "").replace("(TM)", "")
     return f"{options.get('model')} in {options.get('dtype')}, {machine['threads']} threads of {cpu}"
 

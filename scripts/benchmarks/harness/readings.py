@@ -97,7 +97,7 @@ class Clock(StoppingCriteria):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs) -> torch.Tensor:
         self.times.append(time.perf_counter())
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 @torch.inference_mode()
@@ -114,8 +114,8 @@ def run_stock(model: Lfm2ForCausalLM, workload: Workload, batch_size: int, use_c
             ids[row, width - len(prompt) :] = torch.tensor(prompt)
             mask[row, width - len(prompt) :] = 1
         model.generate(
-            ids,
-            attention_mask=mask,
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
             max_new_tokens=new,
             do_sample=False,
             eos_token_id=None,
@@ -124,6 +124,8 @@ def run_stock(model: Lfm2ForCausalLM, workload: Workload, batch_size: int, use_c
             stopping_criteria=StoppingCriteriaList([clock]),
         )
         times += [[t - start for t in clock.times[:length]] for _, length in chunk]
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
     return reading(workload, time.perf_counter() - start, times, batch_size)
 
 

@@ -123,15 +123,22 @@ def _machine(data: dict[str, Any]) -> str:
     machine, options = data["machine"], data.get("options", {})
     rounds = [entry["machine"] for w in data.get("workloads", {}).values() for entry in w["rounds"]]
     measured = [machine["measured"], *rounds] if "measured" in machine else rounds
-    text = f"{options.get('model')}, {options.get('dtype')}, on {machine['cpu']}, {machine['threads']} threads"
+    text = f"{options.get('model')}, {options.get('dtype')}, on {where(machine)}"
     for name, unit in UNITS.items():
         found = [entry[name] for entry in measured if name in entry]
         if found:
             digits = 1 if "GB/s" in unit else 3
             text += f"; {min(found):.{digits}f} to {max(found):.{digits}f} {unit}"
-    if not machine["bf16_hardware"]:
+    if not machine["bf16_hardware"] and "card" not in machine:
         text += "; no bf16 arithmetic in hardware, torch.matmul emulates it"
     return text + "."
+
+
+def where(machine: dict[str, Any]) -> str:
+    """What it ran on."""
+    if "card" in machine:
+        return f"{machine['card']} ({machine['card_gib']} GiB), torch {machine['torch']}"
+    return f"{machine['cpu']}, {machine['threads']} threads"
 
 
 def _peers(data: dict[str, Any]) -> list[str]:

