@@ -43,6 +43,9 @@ MAX_ATTEMPTS = 4
 #: seconds that `/health` and `/metrics` wait for replicas
 READING_SECONDS = 5.0
 
+#: a replica that starts later would not have what these load
+ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
 #: what is raised here when a replica is gone, or leaves
 LOST = (RayActorError, WorkerCrashedError, TaskCancelledError, RayServeException)
 
@@ -219,6 +222,7 @@ class Front:
         self._num_running += 1
         try:
             answers = {"/metrics": self._metrics_page, "/health": self._health}
+            answers |= dict.fromkeys(ADAPTER_PATHS, _refuse_adapters)
             answer = answers.get(scope["path"], self._forward)
             await answer(scope, receive, send)
         finally:
@@ -242,6 +246,11 @@ class Front:
                 await self._forward.pass_on(_call(scope, b""), Aim(), _Answer(scope, receive, send))
         except TimeoutError:
             await JSONResponse({"status": "unhealthy", "reason": "no replica answers"}, 503)(scope, receive, send)
+
+
+async def _refuse_adapters(scope: Scope, receive: Receive, send: Send) -> None:
+    message = f"{scope['path']}: a fleet has the adapters that it was started with (adapters=, --adapter NAME=PATH)"
+    await RequestError(message, status=404, code="unknown_url").response()(scope, receive, send)
 
 
 class _Through(Response):

@@ -14,9 +14,11 @@ from lfm2_cb.integrations.serve.served import Served
 from ray import serve
 
 from lfm2_cb.engine.config import EngineConfig
+from lfm2_cb.engine.engine import Engine
 from lfm2_cb.hf.manager_config import Lfm2CbBatchingConfig
 from lfm2_cb.loading import load_model, load_tokenizer
 from lfm2_cb.scheduling.prefix_hashes import PrefixSketch
+from lfm2_cb.scheduling.request import root_content_id
 
 Message = MutableMapping[str, Any]
 
@@ -56,6 +58,27 @@ class ReplicaOptions:
         return Lfm2CbBatchingConfig.from_engine(EngineConfig.for_server(**self.engine), **self.sizes)
 
 
+class RoutingReport:
+    """What a replica tells the router: its cached blocks, the adapters in its memory, and its number of requests."""
+
+    def __init__(self) -> None:
+        self._sketch: PrefixSketch | None = None
+
+    def read(self, engine: Engine) -> dict[str, Any]:
+        """`sketch` as `unpack` takes it, `adapters` by name, `load` in requests. From any thread."""
+        scheduler, known = engine.scheduler, engine.adapters.known
+        if self._sketch is None or self._sketch.pool is not scheduler.cache.pool:
+            self._sketch = PrefixSketch(scheduler.cache.pool)
+        salts = {"": None, **known}
+        roots = {root_content_id(engine.config.sparse_prefill, adapter): name for name, adapter in salts.items()}
+        present = {*scheduler.adapters.present}
+        return {
+            "sketch": self._sketch.read(roots),
+            "adapters": [name for name, adapter in known.items() if adapter.adapter_id in present],
+            "load": len(scheduler.running) + scheduler.num_waiting,
+        }
+
+
 class Replica:
     """The class of Ray Serve's deployment."""
 
@@ -66,7 +89,7 @@ class Replica:
         tokenizer = load_tokenizer(options.model, options.trust_remote_code)
         self._app = build_app(model, tokenizer, continuous_batching_config=options.config(), **options.server)
         self._served: Served = self._app.state.served
-        self._sketch: PrefixSketch | None = None
+        self._report = RoutingReport()
         self._name = serve.get_replica_context().replica_id.unique_id
 
     async def handle(self, call: Call, aim: Any = None) -> AsyncIterator[list[Message]]:
@@ -115,7 +138,8 @@ class Replica:
 
     def record_routing_stats(self) -> dict[str, Any]:
         """For the router."""
-        return {"sketch": self._read_sketch(), "adapters": [], "load": self._num_requests()}
+        processor = self._served.dispatcher.manager.batch_processor
+        return {} if processor is None else self._report.read(processor.engine)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """How full this replica is: 1 where its sequences, or its cache, are all taken; more where others wait."""
@@ -128,21 +152,6 @@ class Replica:
         if scheduler.running:  # those that wait will take as much as those that run
             taken *= queued / len(scheduler.running)
         return {"pressure": max(queued / scheduler.max_sequences, taken)}
-
-    def _num_requests(self) -> int:
-        processor = self._served.dispatcher.manager.batch_processor
-        if processor is None:
-            return 0
-        return len(processor.engine.scheduler.running) + processor.engine.scheduler.num_waiting
-
-    def _read_sketch(self) -> bytes:
-        processor = self._served.dispatcher.manager.batch_processor
-        if processor is None:
-            return b""
-        pool = processor.engine.scheduler.cache.pool
-        if self._sketch is None or self._sketch.pool is not pool:
-            self._sketch = PrefixSketch(pool)
-        return self._sketch.read()
 
     def __del__(self) -> None:
         if hasattr(self, "_served"):

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -19,6 +19,8 @@ from ray import serve as ray_serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.request_router import RequestRouter
 
+from lfm2_cb.adapters.peft_config import AdapterError
+from lfm2_cb.adapters.sources import Folder
 from lfm2_cb.engine.config import EngineConfig
 from lfm2_cb.loading import load_tokenizer
 
@@ -53,6 +55,7 @@ def build_deployment(
     device: str | None = None,
     allow_pickle: bool = False,
     trust_remote_code: bool = False,
+    adapters: Mapping[str, str] | None = None,
     cpus_per_replica: float = 1,
     gpus_per_replica: float = 0,
     request_router: type[RequestRouter] = PrefixRequestRouter,
@@ -76,6 +79,7 @@ def build_deployment(
         max_queue: sequences that may wait at each replica, and requests at each front.
         device: None: CUDA where Ray gave the replica a GPU.
         allow_pickle, trust_remote_code: as in `load_model`, `load_tokenizer`.
+        adapters: LoRA adapters, name → folder that every node can read: a request's `model` picks one.
         cpus_per_replica, gpus_per_replica: which Ray reserves; torch takes as many threads as CPUs.
         request_router: which chooses the replica of each request.
         report_seconds: between two reports of what each replica has cached and how it is.
@@ -85,15 +89,18 @@ def build_deployment(
         log_requests: a line a request on the fronts' stderr.
         num_blocks, max_memory_percent: the cache's size instead of `cache_memory`, as in `Lfm2CbBatchingConfig`.
         engine_options: of `EngineConfig.for_server`, by its names.
-    Raises: ValueError, TypeError: an option out of range. OSError: no tokenizer there.
+    Raises: ValueError, TypeError: an option out of range. OSError: no tokenizer there. AdapterError.
     """
     fewest, most = replicas if isinstance(replicas, tuple) else (replicas, replicas)
     if not 1 <= fewest <= most:
         raise ValueError(f"replicas must be 1 or more, or such a pair in order, got {replicas!r}")
     if fronts < 1 or max_queue < 1 or max_request_bytes < 1:
         raise ValueError("fronts, max_queue and max_request_bytes must be positive")
-    load_tokenizer(model, trust_remote_code)  # what cannot be read is said before anything is started
+    if shutdown_seconds < 0:
+        raise ValueError(f"shutdown_seconds must be 0 or more, got {shutdown_seconds}")
     name = name or model
+    load_tokenizer(model, trust_remote_code)  # what cannot be read is said before anything is started
+    _check_adapters(adapters or {}, name)
     engine = EngineConfig.for_server(**engine_options)
     if engine.trace is not None:
         raise ValueError("trace goes with one replica, and without Ray: several would write one file")
@@ -111,6 +118,7 @@ def build_deployment(
             "max_queue": max_queue,
             "max_request_bytes": max_request_bytes,
             "chat_template_kwargs": chat_template_kwargs,
+            "adapters": dict(adapters or {}),
         },
         stuck_seconds=stuck_seconds,
     )
@@ -161,6 +169,16 @@ def build_deployment(
     return entrance.bind(engines.bind(options), front)
 
 
+def _check_adapters(adapters: Mapping[str, str], name: str) -> None:
+    for adapter, path in adapters.items():
+        if adapter == name:
+            raise ValueError(f"adapter {adapter!r}: it is the model's own name")
+        try:
+            Folder(path)
+        except AdapterError as error:
+            raise AdapterError(f"adapter {adapter!r}: {error}") from error
+
+
 def _autoscaling(fewest: int, most: int, up: float, down: float) -> AutoscalingConfig:
     return AutoscalingConfig(
         min_replicas=fewest,
@@ -190,7 +208,8 @@ def serve_fleet(
         address: of a running Ray cluster ("auto", "ray://…"); None: one is started here, for as long as this runs.
         shutdown_seconds: that running requests have to finish once interrupted; no others are taken meanwhile.
         options: as in `build_deployment`.
-    Raises: OSError: the address cannot be listened on. ValueError, TypeError: as `build_deployment`.
+    Raises: OSError: the address cannot be listened on, or no cluster is there. ValueError, TypeError: as
+        `build_deployment`.
     """
     with bind(host, port) as listener:  # before anything is started for nothing
         port = listener.getsockname()[1]
@@ -220,7 +239,10 @@ def serve_fleet(
 
 def _start_ray(address: str | None, options: dict[str, Any]) -> None:
     if address is not None:
-        ray.init(address=address)
+        try:
+            ray.init(address=address)
+        except (ConnectionError, RuntimeError) as error:
+            raise OSError(f"no cluster answers at {address}: {error}") from error
         return
     replicas = options.get("replicas", 2)
     most = replicas[1] if isinstance(replicas, tuple) else replicas

@@ -58,6 +58,11 @@ class AdapterPool:
     def names(self) -> list[str]:
         return list(self._known)
 
+    @property
+    def known(self) -> dict[str, Adapter]:
+        """By name."""
+        return dict(self._known)
+
     def load(
         self, name: str, source: str | os.PathLike[str] | Source, check: Callable[[Adapter], None] = lambda _: None
     ) -> None:

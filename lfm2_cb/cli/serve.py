@@ -79,9 +79,10 @@ def serve(args: argparse.Namespace) -> int:
     sizes = {name: getattr(args, name) for name in ("num_blocks", "max_memory_percent")}
     adapters = adapters_of(args)
     if args.replicas != 1 or args.address is not None:
-        if adapters or args.adapter_endpoints:
-            raise UsageError("--adapter and --adapter-endpoints do not go with --replicas or --address")
-        return _serve_fleet(args, sizes)
+        if args.adapter_endpoints:
+            message = "a fleet has the adapters that it is started with (--adapter NAME=PATH)"
+            raise UsageError(f"--adapter-endpoints does not go with --replicas or --address: {message}")
+        return _serve_fleet(args, sizes, adapters)
     config = Lfm2CbBatchingConfig.from_engine(EngineConfig(**engine_options(args)), **sizes)
     check_config(config)  # this and the address first: before a model is loaded for nothing
     with server.bind(args.host, args.port) as listener:
@@ -111,7 +112,7 @@ def _server_options(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _serve_fleet(args: argparse.Namespace, sizes: dict[str, Any]) -> int:
+def _serve_fleet(args: argparse.Namespace, sizes: dict[str, Any], adapters: dict[str, str]) -> int:
     try:
         fleet = importlib.import_module("lfm2_cb.integrations.ray.serve")
     except ImportError as error:
@@ -131,6 +132,7 @@ def _serve_fleet(args: argparse.Namespace, sizes: dict[str, Any]) -> int:
         device=args.device,
         allow_pickle=args.allow_pickle,
         trust_remote_code=args.trust_remote_code,
+        adapters=adapters,
         **sizes,
         **engine_options(args),
     )

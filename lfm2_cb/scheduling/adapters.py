@@ -40,6 +40,11 @@ class AdapterPlaces:
         """What those in memory take."""
         return self._num_bytes
 
+    @property
+    def present(self) -> list[int]:
+        """Ids of those in memory. From any thread."""
+        return list(self._in)
+
     def __contains__(self, adapter: Adapter) -> bool:
         return adapter.adapter_id in self._in
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from types import MappingProxyType
 
 from .block_pool import ROOT, BlockPool, ContentId
 
@@ -40,14 +41,17 @@ class PrefixSketch:
 
     def __init__(self, pool: BlockPool, max_blocks: int = 8192) -> None:
         self.pool, self.max_blocks = pool, max_blocks
-        self._chains: dict[ContentId, bytes] = {ROOT: _start("")}  # by content id; those of the last reading are kept
+        self._chains: dict[ContentId, bytes] = {}  # by content id; those of the last reading are kept
 
-    def read(self) -> bytes:
-        """Hashes as `unpack` takes them."""
+    def read(self, salts: Mapping[ContentId, str] = MappingProxyType({ROOT: ""})) -> bytes:
+        """Hashes as `unpack` takes them.
+
+        Args: salts: of `prefix_hashes`, by the content id of the empty prefix; of others nothing is told.
+        """
         blocks = self.pool.known_blocks()[: self.max_blocks]
         by_content = {block.content_id: key for block in blocks if (key := block.key) is not None}
         chains = {content_id: chain for content_id, chain in self._chains.items() if content_id in by_content}
-        self._chains = {ROOT: self._chains[ROOT], **chains}
+        self._chains = {**chains, **{root: _start(salt) for root, salt in salts.items()}}
         told = array(
             "I", (_told(chain) for content_id in by_content if (chain := self._chain(content_id, by_content)))
         )

@@ -41,6 +41,12 @@ class RequestMetrics:
         return None if self.first_token_time is None else self.first_token_time - self.arrival_time
 
 
+def root_content_id(sparse_prefill: float | None, adapter: Adapter | None) -> ContentId:
+    """Of the empty prefix of what is computed in this way."""
+    how: tuple[object, ...] = () if sparse_prefill is None else ("sparse_prefill", sparse_prefill)
+    return how + (() if adapter is None else ("adapter", adapter.adapter_id)) or ROOT
+
+
 @dataclass(eq=False)
 class Request:
     """What the scheduler and the cache manager know of one sequence.
@@ -98,8 +104,7 @@ class Request:
     @property
     def root_content_id(self) -> ContentId:
         """Of its empty prefix: what is computed sparsely, or with an adapter, is for those alone that compute so."""
-        how: tuple[object, ...] = () if self.sparse_prefill is None else ("sparse_prefill", self.sparse_prefill)
-        return how + (() if self.adapter is None else ("adapter", self.adapter.adapter_id)) or ROOT
+        return root_content_id(self.sparse_prefill, self.adapter)
 
     def run_from(self, position: int) -> tuple[int, int]:
         """The next tokens to be computed from a position on: start and end, which are its end or a gap's start."""

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,7 @@ from helpers import demo_prompts, ours
 from lfm2_cb.integrations.ray.autoscaling import TARGET_PRESSURE, wanted_replicas
 from lfm2_cb.integrations.ray.fleet_metrics import merge_pages
 from lfm2_cb.integrations.ray.front import FrontOptions, PromptReader
+from lfm2_cb.integrations.ray.replica import RoutingReport
 from lfm2_cb.integrations.ray.routing import Aim
 from lfm2_cb.integrations.ray.serve import build_deployment
 from prometheus_client.parser import text_string_to_metric_families
@@ -25,6 +27,9 @@ import lfm2_cb
 from lfm2_cb.cli.main import main
 from lfm2_cb.hf.manager_config import Lfm2CbBatchingConfig
 from lfm2_cb.scheduling.prefix_hashes import PrefixSketch, unpack
+from lfm2_cb.scheduling.routing import PrefixRouter
+
+sys.path.append(str(Path(__file__).parent.parent / "adapters"))
 
 MODEL = lfm2_cb.demo_model_path()
 BLOCK = 8
@@ -69,6 +74,32 @@ def test_an_adapter_is_another_prefix():
         READER.aim("/v1/completions", json.dumps({**body, "model": m}).encode()) for m in ("tiny", "poet")
     )
     assert adapted.adapter == "poet" and not {*base.hashes} & {*adapted.hashes}
+
+
+def test_replicas_tell_of_adapters_and_of_their_blocks(small_blocks, demo_stock, tmp_path):
+    pytest.importorskip("peft")
+    from making import save_adapter
+
+    served, report = small_blocks.app.state.served, RoutingReport()
+    for name in ("poet", "judge"):
+        served.load_adapter(name, save_adapter(demo_stock, tmp_path / name))
+    try:
+        body = {"model": "poet", "prompt": TEXT, "max_tokens": 2}
+        assert small_blocks.http.post("/v1/completions", json=body).status_code == 200
+        poet, judge = (
+            READER.aim("/v1/completions", json.dumps({**body, "model": name}).encode()) for name in ("poet", "judge")
+        )
+        told = report.read(served.dispatcher.manager.batch_processor.engine)
+        assert told["adapters"] == ["poet"] and told["load"] == 0
+        assert {*poet.hashes} <= {*unpack(told["sketch"])} and not {*judge.hashes} & {*unpack(told["sketch"])}
+        router = PrefixRouter(0)
+        router.keep(["here", "there"])
+        router.report("here", unpack(told["sketch"]), told["adapters"])
+        assert {router.choose(poet.hashes, lambda _: 0.0, poet.adapter) for _ in range(9)} == {"here"}
+        assert len({router.choose(judge.hashes, lambda _: 0.0, judge.adapter) for _ in range(40)}) == 2
+    finally:
+        for name in ("poet", "judge"):
+            served.unload_adapter(name)
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b"{}", b'{"messages": 3}', b'{"messages": [{"role": 1}]}', b"\xff"])
@@ -150,6 +181,9 @@ def test_a_stuck_step_is_noticed(small_blocks):
         ({"fronts": 0}, "fronts, max_queue and max_request_bytes must be positive"),
         ({"trace": "steps.json"}, "trace goes with one replica"),
         ({"block_size": 0}, "block_size must be a positive integer"),
+        ({"shutdown_seconds": -1}, "shutdown_seconds must be 0 or more"),
+        ({"name": "poet", "adapters": {"poet": "/nowhere"}}, "adapter 'poet': it is the model's own name"),
+        ({"adapters": {"poet": "/nowhere"}}, "adapter 'poet': there is no folder /nowhere"),
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_started(options, message):
@@ -171,3 +205,12 @@ def test_without_ray_one_line_says_what_to_install(flags, capsys, monkeypatch):
 def test_a_number_of_replicas_that_is_none(text, capsys):
     assert main(["serve", MODEL, "--replicas", text]) == 2
     assert "--replicas" in capsys.readouterr().err
+
+
+def test_adapters_of_a_fleet_are_those_it_starts_with(capsys):
+    assert main(["serve", MODEL, "--replicas", "2", "--adapter-endpoints"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--adapter-endpoints does not go with --replicas" in line and "--adapter NAME=PATH" in line
+    assert main(["serve", MODEL, "--replicas", "2", "--port", "0", "--adapter", "poet=/nowhere"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "adapter 'poet': there is no folder /nowhere" in line

@@ -3,6 +3,10 @@
 
 import asyncio
 import os
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -11,14 +15,30 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("ray.serve")
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
+import httpx
 from fleet import BLOCK, Fleet
 from helpers import demo_prompts
 from serving import CHAT, ENDLESS, KEY
 
+from lfm2_cb import ContinuousBatchingGenerator
+
+sys.path.append(str(Path(__file__).parent.parent / "adapters"))
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="peft makes the adapters")
+
 
 @pytest.fixture(scope="module")
-def fleet():
-    running = Fleet(replicas=2)
+def adapters(demo_stock, tmp_path_factory):
+    if find_spec("peft") is None:
+        return {}
+    from making import save_adapter
+
+    folder = tmp_path_factory.mktemp("adapters")
+    return {f"a{i}": save_adapter(demo_stock, folder / str(i), i, std=0.05) for i in range(2)}
+
+
+@pytest.fixture(scope="module")
+def fleet(adapters):
+    running = Fleet(replicas=2, adapters=adapters)
     yield running
     running.close()
 
@@ -56,11 +76,51 @@ def test_all_of_the_surface_is_there(fleet, greedy):
     assert events[0].choices[0].delta.role == "assistant" and len(events) > 6
     *_, last = client.responses.create(model="tiny", input=CHAT[0]["content"], max_output_tokens=12, stream=True)
     assert last.response.output_text == greedy(CHAT)
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert next(iter(client.models.list())).id == "tiny"
     assert http.post("/tokenize", json={"prompt": "It was"}).json()["count"] == 3
     assert http.get("/health").json() == {"status": "ok"} and http.get("/version").status_code == 200
     named = http.get("/v1/models", headers={"x-request-id": "mine:7"})
     assert named.headers.get_list("x-request-id") == ["mine:7"]
+
+
+@needs_peft
+def test_adapters_are_on_every_replica(fleet, adapters, demo_stock, demo_tokenizer):
+    texts = demo_prompts(8)
+    with ContinuousBatchingGenerator(demo_stock, demo_tokenizer, adapters=adapters, cache_memory="8MiB") as generator:
+        expected = {
+            name: [one.text for one in generator.generate(texts, adapter=name, max_new_tokens=12, do_sample=False)]
+            for name in (*adapters, None)
+        }
+    assert len({*map(tuple, expected.values())}) == 3
+
+    async def ask_all(client):
+        asked = [(name, text) for name in expected for text in texts]
+        answers = (
+            client.completions.create(model=name or "tiny", prompt=text, max_tokens=12, temperature=0)
+            for name, text in asked
+        )
+        return [answer.choices[0].text for answer in await asyncio.gather(*answers)]
+
+    client = openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key=KEY, max_retries=0, timeout=120)
+    assert asyncio.run(ask_all(client)) == [text for texts in expected.values() for text in texts]
+    listed = {model.id: getattr(model, "parent", None) for model in fleet.client.models.list()}
+    assert listed == {"tiny": None, "a0": "tiny", "a1": "tiny"}
+    for path in ("load", "unload"):
+        answer = fleet.http.post(f"/v1/{path}_lora_adapter", json={"lora_name": "a2", "lora_path": "a2"})
+        assert answer.status_code == 404 and "--adapter NAME=PATH" in answer.json()["error"]["message"]
+
+
+def test_the_status_page_finds_the_fleet_s_sums(fleet):
+    page = httpx.get(fleet.url)
+    assert page.status_code == 200 and "lfm2_cb_fleet_" in page.text
+    assert httpx.get(f"{fleet.url}/metrics").status_code == 401
+    there = set(re.findall(r"^(\w+)", fleet.http.get("/metrics").text, re.M))
+    names = {f"lfm2_cb_fleet_{name}" for name in re.findall(r'\bget\("(\w+)"\)', page.text)}
+    names |= {
+        name.replace("cb_", "cb_fleet_") + "_bucket" for name in re.findall(r'"(lfm2_cb_\w+_seconds)"', page.text)
+    }
+    assert len(names) >= 9 and names - there <= {"lfm2_cb_fleet_refused_total"}  # has a label, counts none yet
+    assert len(re.findall(r"^lfm2_cb_running{replica=", fleet.http.get("/metrics").text, re.M)) == 2
 
 
 @pytest.mark.parametrize(

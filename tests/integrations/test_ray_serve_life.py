@@ -3,10 +3,12 @@
 
 import asyncio
 import signal
+import time
 
 import pytest
 
 pytest.importorskip("prometheus_client")
+ray = pytest.importorskip("ray")
 openai = pytest.importorskip("openai")
 pytest.importorskip("ray.serve")
 
@@ -60,6 +62,33 @@ def test_a_killed_replica_loses_no_request_that_has_no_token_yet():
         assert metrics["front_broken_total"][""] == num_broken and metrics["front_rerun_total"][""] > 0
         print(f"{metrics['front_rerun_total']['']:.0f} run again, {num_broken} streams of {len(streams)} broken off")
         fleet.wait_until(lambda metrics: len(metrics.get("running", {})) == 2)  # and another has taken its place
+
+
+def get_stuck(actor) -> None:
+    """Run on a replica: its engine's next step never ends."""
+    replica = actor._replica_impl._user_callable_wrapper._callable
+    replica._served.dispatcher.manager.batch_processor.engine.runner.run = lambda *_: time.sleep(3600)
+
+
+def test_a_stuck_step_is_noticed_and_what_waits_for_it_is_answered_elsewhere():
+    prompts = demo_prompts(16)
+
+    async def run(fleet: Fleet):
+        client = client_of(fleet)
+
+        async def whole(prompt):
+            return (await client.completions.create(**LONG, prompt=prompt)).choices[0].text
+
+        expected = await asyncio.gather(*map(whole, prompts))
+        victim = next(name for name in fleet.metrics()["running"])
+        actor = ray.get_actor(f"SERVE_REPLICA::fleet#engine#{victim}", namespace="serve")
+        await asyncio.to_thread(ray.get, actor.__ray_call__.remote(get_stuck))
+        return victim, expected, await asyncio.gather(*map(whole, prompts))
+
+    with Fleet(replicas=2, stuck_seconds=3) as fleet:
+        victim, expected, texts = asyncio.run(run(fleet))
+        assert texts == expected and fleet.metrics()["front_rerun_total"][""] > 0
+        fleet.wait_until(lambda metrics: len(metrics.get("running", {})) == 2 and victim not in metrics["running"])
 
 
 def test_replicas_come_and_go_with_the_load_and_no_request_fails():

@@ -2,12 +2,9 @@
 """`lfm2-cb serve`: its flags, what it says, and how it ends."""
 
 import math
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import fields
@@ -20,7 +17,7 @@ pytest.importorskip("uvicorn")
 
 import httpx
 import lfm2_cb.integrations.serve as server
-from serving import ENDLESS, KEY
+from serving import ENDLESS, KEY, Command
 
 import lfm2_cb
 from lfm2_cb.cli.main import main
@@ -28,44 +25,6 @@ from lfm2_cb.engine.config import EngineConfig
 from lfm2_cb.hf.manager_config import engine_config
 
 MODEL = lfm2_cb.demo_model_path()
-
-
-class Command:
-    """`lfm2-cb serve` in a process of its own, from its first word on."""
-
-    def __init__(self, *flags: str) -> None:
-        arguments = [sys.executable, "-m", "lfm2_cb", "serve", MODEL, "--port", "0", "--name", "tiny", *flags]
-        environment = {**os.environ, "LFM2_CB_API_KEY": KEY}
-        self.process = subprocess.Popen(arguments, env=environment, stderr=subprocess.PIPE, text=True)
-        self.said: list[str] = []
-        self._started = threading.Event()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-        assert self._started.wait(120), self.said
-        self.url = next(found[0] for line in self.said if (found := re.search(r"http://[\d.:]+", line)))
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=60)
-
-    def _read(self) -> None:
-        for line in self.process.stderr:
-            if line.strip() and "Loading weights" not in line:
-                self.said.append(line)
-            if "http://" in line:
-                self._started.set()
-        self._started.set()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.process.kill()
-        self.process.wait(30)
-        self._reader.join(30)
-
-    def end(self, sign: int) -> int:
-        self.process.send_signal(sign)
-        status = self.process.wait(60)
-        self._reader.join(30)
-        return status
 
 
 def test_it_serves_until_interrupted_and_says_what_it_does():
