@@ -111,6 +111,7 @@ def test_adapters_are_on_every_replica(fleet, adapters, demo_stock, demo_tokeniz
 
 
 def test_the_status_page_finds_the_fleet_s_sums(fleet):
+    fleet.client.completions.create(model="tiny", prompt="It was", max_tokens=4)
     page = httpx.get(fleet.url)
     assert page.status_code == 200 and "lfm2_cb_fleet_" in page.text
     assert httpx.get(f"{fleet.url}/metrics").status_code == 401

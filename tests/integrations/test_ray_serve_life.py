@@ -64,14 +64,13 @@ def test_a_killed_replica_loses_no_request_that_has_no_token_yet():
         fleet.wait_until(lambda metrics: len(metrics.get("running", {})) == 2)  # and another has taken its place
 
 
-def get_stuck(actor) -> None:
-    """Run on a replica: its engine's next step never ends."""
-    replica = actor._replica_impl._user_callable_wrapper._callable
-    replica._served.dispatcher.manager.batch_processor.engine.runner.run = lambda *_: time.sleep(3600)
-
-
 def test_a_stuck_step_is_noticed_and_what_waits_for_it_is_answered_elsewhere():
     prompts = demo_prompts(16)
+
+    def get_stuck(actor):
+        """Run on a replica (and defined here, so that it is sent there): its engine's next step never ends."""
+        replica = actor._replica_impl._user_callable_wrapper._callable
+        replica._served.dispatcher.manager.batch_processor.engine.runner.run = lambda *_: time.sleep(3600)
 
     async def run(fleet: Fleet):
         client = client_of(fleet)
