@@ -12,7 +12,7 @@ from typing import Any
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from lfm2_cb.engine.sampler import TokenLogprobs
-from lfm2_cb.requests.prompts import PromptError, tokenize
+from lfm2_cb.requests.prompts import PromptError, read_prompts
 
 from .answer_form import AnswerForm, schema_of_chat
 from .choices import Choice, Completion, Delta
@@ -217,7 +217,9 @@ class Completions(ChoicesEndpoint):
         if body.get("echo") and body.get("logprobs") is not None:
             raise RequestError("echo with logprobs is not supported here", "echo", code="unsupported_parameter")
         try:
-            prompts = tokenize(body["prompt"], self.served.tokenizer)
+            prompts = [
+                _checked(ids) for ids in read_prompts(body["prompt"], self.served.tokenizer, body.get("chunks"))
+            ]
         except PromptError as error:
             raise RequestError(f"prompt: {error}", "prompt") from error
         return Completion(
@@ -253,6 +255,12 @@ class Completions(ChoicesEndpoint):
             "top_logprobs": [{self._token_text(t): value for t, value in entry.top} for entry in entries],
             "text_offset": list(_offsets(texts)),
         }
+
+
+def _checked(ids: list[int] | PromptError) -> list[int]:
+    if isinstance(ids, PromptError):
+        raise ids
+    return ids
 
 
 def _offsets(texts: list[str]) -> Iterator[int]:

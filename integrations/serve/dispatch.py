@@ -67,6 +67,7 @@ class Dispatcher:
             "structured": grammar,
             "adapter": adapter,
             "priority": priority,
+            **sampling.call,
         }
         names: list[str] = []
         try:

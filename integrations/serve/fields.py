@@ -132,6 +132,10 @@ def _nests(value: Any) -> bool:
     return isinstance(value, list) and not all(is_integer(token) for token in value)
 
 
+def _is_separator(value: Any) -> bool:
+    return bool(value) and (is_text(value) or (isinstance(value, list) and all(is_integer(token) for token in value)))
+
+
 def _is_template_kwargs(value: Any) -> bool:
     return isinstance(value, dict) and not value.keys() & TEMPLATE_CALL
 
@@ -184,6 +188,9 @@ SAMPLING: dict[str, Field] = {
     "min_tokens": _integer(0),
     "ignore_eos": BOOLEAN,
     "generation_config": _honoured("a JSON object in a string", is_text),
+    "sparse_prefill": _honoured("a number above 0, up to 1", lambda value: is_number(value) and 0 < value <= 1),
+    "chunks": _honoured("a separator: a string or a list of token ids, not empty", _is_separator),
+    "recompute": _number(0, 1),
 }
 
 #: OpenAI's labels, which change nothing about an answer

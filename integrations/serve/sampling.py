@@ -28,6 +28,9 @@ _OF_IDS = (
 )
 
 
+#: options of the call itself, by the same names
+OF_THE_CALL = ("sparse_prefill", "chunks", "recompute")
+
 #: temperatures below are 0: scores divided by less may leave fp32 (vLLM draws the line here too)
 LOWEST_TEMPERATURE = 1e-5
 
@@ -42,6 +45,7 @@ class Sampling:
         min_tokens: before which no stop string is looked for.
         penalties: (presence, frequency), where either is not 0.
         has_own_config: whether the request came with a `generation_config`.
+        call: how the prompt is computed, as options of the engine.
     """
 
     config: GenerationConfig
@@ -52,6 +56,7 @@ class Sampling:
     min_tokens: int
     penalties: tuple[float, float] | None
     has_own_config: bool
+    call: dict[str, Any]
 
     @classmethod
     def of(cls, body: Mapping[str, Any], model: PreTrainedModel, limit_fields: Iterable[str]) -> Sampling:
@@ -93,6 +98,7 @@ class Sampling:
             min_tokens,
             penalties if any(penalties) else None,
             has_own_config,
+            {name: body[name] for name in OF_THE_CALL if body.get(name) is not None},
         )
 
 

@@ -35,6 +35,8 @@ NO_PLACE = {field.name for field in dataclasses.fields(CallOptions)} - {
     "priority",
     "use_prefix_cache",
     "sparse_prefill",
+    "chunks",
+    "recompute",
 }
 NO_PLACE |= {"generation_config", "return_dict_in_generate", "output_scores", "output_logits"}
 
@@ -129,6 +131,10 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of sampling, with each row's number (default: %(default)s)")
     add("--stop", nargs="+", metavar="TEXT", help="strings that end an answer")
     add("--json-schema", metavar="FILE", help="a JSON schema that every answer fits (needs the extra structured)")
+    add("--chunks", metavar="TEXT", help="ends each segment of a prompt that is taken up wherever it was computed")
+    add(
+        "--recompute", type=float, help="share of such segments' tokens that is computed again, 0 to 1 (default: 0.15)"
+    )
     for name, kind in GENERATION_FLAGS.items():
         add(f"--{name.replace('_', '-')}", type=kind)
     add("--set", nargs="+", default=[], metavar="NAME=JSON", help="any other generation option")
@@ -142,6 +148,7 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         options["do_sample"] = args.do_sample
     if args.stop:
         options["stop_strings"] = args.stop
+    options |= {name: getattr(args, name) for name in ("chunks", "recompute") if getattr(args, name) is not None}
     if args.json_schema is not None:
         options["structured"] = _read_object(args.json_schema)
     for assignment in args.set:

@@ -16,7 +16,7 @@ from ..engine.sampler import LogitsProcessor
 from ..generator import ContinuousBatchingGenerator
 from ..requests.options import GenerateOptions
 from ..requests.outputs import RequestOutput
-from ..requests.prompts import PromptError, tokenize
+from ..requests.prompts import PromptError, SegmentedPrompt, read_prompts
 from ..scheduling.request import FinishReason
 from .progress import Progress, Summary
 from .rows import BadRow, Content, InputError, Source, row_digest, take_adapter, take_kept, take_prompt
@@ -91,7 +91,7 @@ class Job:
         Raises: ValueError: the options are such that no row can be run.
         """
         try:
-            submission = self.generator.enqueue([[0]], self.options)
+            submission = self.generator.enqueue([SegmentedPrompt([[0]])], self.options)
         except ValueError as error:
             raise ValueError(str(error).replace("prompt 0 has", "the shortest prompt has", 1)) from error
         try:
@@ -160,7 +160,11 @@ class Job:
         try:
             row.kept = take_kept(content, self.keep)
             row.adapter = take_adapter(content) if self.has_adapters else None
-            (row.token_ids,) = tokenize([take_prompt(content, self.column)], self.generator.tokenizer)
+            prompts, chunks = [take_prompt(content, self.column)], self.options.call.chunks
+            (read,) = read_prompts(prompts, self.generator.tokenizer, chunks)
+            if isinstance(read, PromptError):
+                raise read
+            row.token_ids = read
         except (BadRow, PromptError) as error:
             row.error = error
         except Exception as error:  # a chat template or a tokenizer may raise anything over what is in a row

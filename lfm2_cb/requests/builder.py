@@ -142,11 +142,15 @@ class RequestBuilder:
         return first
 
     def _segments(self, index: int, ids: Sequence[int], call: CallOptions) -> tuple[int, ...]:
-        """Where a prompt's segments end but the last. Raises: PromptError: they cannot be told."""
+        """Where a prompt's segments end but the last. What begins every prompt (`bos_token_id`) is one by itself, so
+        that a document that comes first is the same segment as elsewhere. Raises: PromptError: they cannot be told."""
         if call.chunks is None:
             return ()
-        if isinstance(ids, SegmentedPrompt):
-            return ids.ends
+        ends = ids.ends if isinstance(ids, SegmentedPrompt) else self._marked_ends(index, ids, call)
+        begins = len(ids) > 1 and ids[0] == _first(self.model.config.bos_token_id)
+        return (1, *ends) if begins and 1 not in ends else ends
+
+    def _marked_ends(self, index: int, ids: Sequence[int], call: CallOptions) -> tuple[int, ...]:
         separator = call.chunks
         if separator is True:
             raise PromptError(f"prompt {index} is no list of segments, which chunks=True asks for")

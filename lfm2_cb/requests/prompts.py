@@ -29,7 +29,7 @@ def tokenize(prompts: Any, tokenizer: PreTrainedTokenizerBase | None) -> list[li
 
 
 class SegmentedPrompt(list[int]):
-    """Token ids with where each segment ends, but the last."""
+    """Token ids with where each segment ends, but the last. Read again, it stays what it is."""
 
     def __init__(self, segments: Sequence[Sequence[int]]) -> None:
         super().__init__(token for segment in segments for token in segment)
@@ -42,7 +42,8 @@ def read_prompts(
     """As `tokenize`, but what is wrong with one prompt stands in its place.
 
     Args: chunks: True: each prompt is a list of segments, text or token ids; text: what separates those of texts. Each
-        is tokenised by itself, so that its tokens are the same wherever it stands.
+        is tokenised by itself, so that its tokens are the same wherever it stands. Other prompts (chats, token ids)
+        are read as ever, and their separators looked for among their tokens: see `segment_ends`.
     """
     if chunks is True:
         if isinstance(prompts, (str, Mapping)) or not hasattr(prompts, "__iter__"):
@@ -51,8 +52,7 @@ def read_prompts(
     if isinstance(chunks, str) and tokenizer is not None:
         texts = [prompts] if isinstance(prompts, str) else prompts
         if isinstance(texts, Sequence) and texts and all(isinstance(text, str) for text in texts):
-            cut = [[part for part in re.split(f"(?<={re.escape(chunks)})", text) if part] for text in texts]
-            return [_read_segments(i, parts, tokenizer) for i, parts in enumerate(cut)]
+            return [_read_marked_text(i, text, tokenizer, chunks) for i, text in enumerate(texts)]
     if isinstance(prompts, str) or _is_chat(prompts) or _is_token_ids(prompts):
         prompts = [prompts]
     if isinstance(prompts, (Mapping, bytes)) or not hasattr(prompts, "__iter__"):
@@ -76,6 +76,14 @@ def _read_segments(index: int, segments: Any, tokenizer: PreTrainedTokenizerBase
         parts.append(whole)
     parts = [part for part in parts if part]
     return SegmentedPrompt(parts) if parts else PromptError(f"prompt {index} is empty: it has no tokens")
+
+
+def _read_marked_text(
+    index: int, text: str, tokenizer: PreTrainedTokenizerBase, separator: str
+) -> list[int] | PromptError:
+    if separator not in text:
+        return PromptError(f"prompt {index} has no separator (chunks: {separator!r}) in its text")
+    return _read_segments(index, [part for part in re.split(f"(?<={re.escape(separator)})", text) if part], tokenizer)
 
 
 def segment_ends(index: int, ids: Sequence[int], separator: Sequence[int]) -> tuple[int, ...]:
@@ -114,6 +122,8 @@ def _tokenize_one(index: int, prompt: Any, tokenizer: PreTrainedTokenizerBase | 
         )["input_ids"]
     elif isinstance(prompt, (torch.Tensor, np.ndarray)) and prompt.ndim == 1 and _is_integral(prompt):
         token_ids = prompt.tolist()
+    elif isinstance(prompt, SegmentedPrompt):
+        token_ids = prompt
     elif _is_token_ids(prompt):
         token_ids = [int(token) for token in prompt]
     elif isinstance(prompt, Sequence) and len(prompt) == 0:

@@ -1,12 +1,16 @@
 """What sparse prefill is worth on long prompts, and what it costs.
 
-python scripts/benchmarks/long_prompts.py time                        # the random 350M in bf16, about 3 minutes
+python scripts/benchmarks/long_prompts.py time --lengths 8192 16384         # the random 350M in bf16; 2 to 3 minutes
+python scripts/benchmarks/long_prompts.py time --lengths 32768 --shares 0.95    # as long
+python scripts/benchmarks/long_prompts.py time --lengths 32768 --shares 0.95 --sharpness 2
 python scripts/benchmarks/long_prompts.py perplexity --texts austen_*.txt    # the tiny model over whole novels
 python scripts/benchmarks/long_prompts.py memory --lengths 8192 32768 131072
 
-"time" alternates dense and sparse prefills of the same random tokens. Random weights attend to everything alike, so no
-choice of blocks can hold 95 % of the mass without 95 % of the blocks: the worst case. "--half" adds a row in which a
-block of queries is given half of the blocks it sees, whatever their mass: what the kernel makes of a choice.
+"time" alternates dense and sparse prefills of the same random tokens. Random weights attend to everything alike: the
+worst case. For each length it says how many blocks, and how many keys, hold the first share of the mass at the end of
+the prompt by perfect knowledge of it, hence how much faster any choice could be that keeps to the share. With
+"--sharpness" the model's attention falls off with the distance (harness/attention_mass.py). "--half" adds a row in
+which a block of queries is given half of the blocks it sees, whatever their mass: what the kernel makes of a choice.
 "perplexity" is of the tokens that follow a prompt of so many tokens of a text, given to the model one after another as
 answers are: exactly, after a prompt that was computed densely or sparsely.
 """
@@ -18,11 +22,13 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from harness.attention_mass import Needs, attend_locally
 from harness.machine import facts
 from harness.workloads import load_model
 
@@ -30,73 +36,117 @@ from lfm2_cb import ContinuousBatchingGenerator, demo_model_path
 from lfm2_cb.loading import load_tokenizer
 from lfm2_cb.model.ragged_batch import RaggedBatch, Row
 from lfm2_cb.ops.attention import packed
-from lfm2_cb.ops.attention.sparse import SparsePrefill
+from lfm2_cb.ops.attention.kv_blocks import gather
+from lfm2_cb.ops.attention.sparse import SparsePrefill, num_blocks
 
 ONE_TOKEN = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 1, "use_prefix_cache": False}
 
 
+Clock = Callable[[], float]
+
+
 class Watch:
     """Seconds spent in attention (the cache's writes and the choice of blocks included), and how many of the visible
-    blocks were attended to."""
+    blocks were attended to.
 
-    def __init__(self) -> None:
-        self.seconds, self.num_taken, self.num_visible = 0.0, 0, 0
+    Attributes:
+        needs: of each layer at the prompt's end, for `share` of the mass. seconds_aside: that finding these took.
+    """
+
+    def __init__(
+        self, clock: Clock = time.perf_counter, half: bool = False, share: float | None = None, length: int = 0
+    ) -> None:
+        self.clock, self.half, self.share, self.length = clock, half, share, length
+        self.seconds, self.seconds_aside, self.num_left_out, self.num_visible = 0.0, 0.0, 0, 0
+        self.needs: list[Needs] = []
 
     @property
     def share_of_blocks(self) -> float:
-        return self.num_taken / self.num_visible if self.num_visible else 1.0
+        return 1 - self.num_left_out / self.num_visible if self.num_visible else 1.0
 
     @contextmanager
-    def watching(self, half: bool = False) -> Iterator[None]:
-        attend, choose = RaggedBatch.attend, packed.choose_blocks
+    def watching(self) -> Iterator[None]:
+        attend, choose, worthwhile = RaggedBatch.attend, packed.choose_blocks, packed.is_worthwhile
 
-        def timed(*args):
-            start = time.perf_counter()
-            result = attend(*args)
-            self.seconds += time.perf_counter() - start
+        def timed(batch, layer, q, k, v):
+            start = self.clock()
+            result = attend(batch, layer, q, k, v)
+            self.seconds += self.clock() - start
+            for row, kv_len in zip(batch.rows, batch.kv_lens, strict=True):
+                if row.sparse is not None:
+                    self.num_visible += int(visible(len(row.token_ids), kv_len, k.shape[1]).sum())
+            if self.share is not None and batch.kv_lens == [self.length]:
+                start = self.clock()
+                keys = gather(batch.cache.keys[layer.layer_idx], batch.block_tables[0], self.length)
+                self.needs.append(Needs.of(q, keys, layer.scaling, self.share))
+                self.seconds_aside += self.clock() - start
             return result
 
+        def visible(num_queries, num_keys, kv_heads):
+            mass = torch.empty(2, kv_heads, *num_blocks(num_queries, num_keys))
+            return choose(mass, SparsePrefill(1.0, 0), num_queries, num_keys)
+
         def counted(mass, sparse, num_queries, num_keys):
-            visible = choose(mass, SparsePrefill(1.0, 0), num_queries, num_keys)
+            all_blocks = visible(num_queries, num_keys, mass.shape[1])
             taken = choose(mass, sparse, num_queries, num_keys)
-            if half:
-                taken = visible & (torch.arange(visible.shape[-1]) % 2 == 0) | (taken & (mass < 0))
-            self.num_taken += int(taken.sum())
-            self.num_visible += int(visible.sum())
+            if self.half:
+                taken = all_blocks & (torch.arange(all_blocks.shape[-1]) % 2 == 0)
+            self.num_left_out += int(all_blocks.sum() - taken.sum())
             return taken
 
-        RaggedBatch.attend, packed.choose_blocks = timed, counted
+        def judged(mass, sparse, num_keys):
+            return self.half or worthwhile(mass, sparse, num_keys)
+
+        RaggedBatch.attend, packed.choose_blocks, packed.is_worthwhile = timed, counted, judged
         try:
             yield
         finally:
-            RaggedBatch.attend, packed.choose_blocks = attend, choose
+            RaggedBatch.attend, packed.choose_blocks, packed.is_worthwhile = attend, choose, worthwhile
 
 
 def times(args: argparse.Namespace) -> None:
     """Prefills of random tokens, dense and at each share, in turn."""
     model, rng = load_model(args.model, torch.bfloat16), torch.Generator().manual_seed(0)
-    kinds: list[float | None] = [None, *args.shares, *([0.5] if args.half else [])]
+    if args.sharpness:
+        attend_locally(model, args.sharpness)
+    clock = time.process_time if args.processor_time else time.perf_counter
+    kinds = ["dense", *args.shares, *(["half of the blocks"] if args.half else [])]
     print(f"{facts()['cpu']}, {torch.get_num_threads()} threads; {args.model}, bf16; seconds of one prefill")
-    print("| tokens | prefill | in all | attention | blocks attended to | speed of all | of attention |")
-    print("|---|---|---|---|---|---|---|")
     with ContinuousBatchingGenerator(model, prefix_caching=False, cache_memory="4GiB") as generator:
         generator.generate([[5] * 300], sparse_prefill=0.9, **ONE_TOKEN)
         for length in args.lengths:
-            prompt = torch.randint(10, 60000, (length,), generator=rng).tolist()
-            readings: list[list[tuple[float, float, float]]] = [[] for _ in kinds]
+            prompt = torch.randint(10, model.config.vocab_size - 10, (length,), generator=rng).tolist()
+            readings: dict[Any, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
+            needs: list[Needs] = []
             for _ in range(args.repeats):
-                for place, share in enumerate(kinds):
-                    watch, start = Watch(), time.perf_counter()
-                    with watch.watching(half=place > len(args.shares)):
-                        generator.generate([prompt], sparse_prefill=share or 1, **ONE_TOKEN)
-                    readings[place].append((time.perf_counter() - start, watch.seconds, watch.share_of_blocks))
-            medians = [[statistics.median(values) for values in zip(*kind, strict=True)] for kind in readings]
-            for place, (share, (seconds, attention, blocks)) in enumerate(zip(kinds, medians, strict=True)):
-                name = "half of the blocks" if place > len(args.shares) else share or "dense"
-                ratios = f"{medians[0][0] / seconds:.2f} × | {medians[0][1] / attention:.2f} ×"
-                print(
-                    f"| {length:,} | {name} | {seconds:.2f} | {attention:.2f} | {blocks:.0%} | {ratios} |", flush=True
-                )
+                for kind in kinds:
+                    is_first = kind == "dense" and not needs
+                    share_of_needs = args.shares[0] if is_first else None
+                    watch, start = Watch(clock, "half" in str(kind), share_of_needs, length), clock()
+                    with watch.watching():
+                        share = kind if isinstance(kind, float) else 1.0 if kind == "dense" else 0.5
+                        generator.generate([prompt], sparse_prefill=share, **ONE_TOKEN)
+                    seconds = clock() - start - watch.seconds_aside
+                    readings[kind].append((seconds, watch.seconds, watch.share_of_blocks))
+                    needs = needs or watch.needs
+            report(length, readings, args.shares[0], Needs.mean(needs))
+
+
+def report(length: int, readings: Mapping[Any, Sequence[tuple[float, ...]]], share: float, needs: Needs) -> None:
+    print("| tokens | prefill | in all | attention | blocks attended to | speed of all | of attention |")
+    print("|---|---|---|---|---|---|---|")
+    medians = {kind: [statistics.median(v) for v in zip(*rows, strict=True)] for kind, rows in readings.items()}
+    all_dense, attention_dense, _ = medians["dense"]
+    for kind, (seconds, attention, blocks) in medians.items():
+        ratios = f"{all_dense / seconds:.2f} × | {attention_dense / attention:.2f} ×"
+        print(f"| {length:,} | {kind} | {seconds:.2f} | {attention:.2f} | {blocks:.0%} | {ratios} |", flush=True)
+    part = attention_dense / all_dense
+    print(f"attention is {part:.0%} of it; at the prompt's end, {share} of the mass is held by")
+    for what, least in (("the blocks", needs.blocks), ("the keys, chosen for each query and head", needs.keys)):
+        print(f"  {least:.1%} of {what}, by perfect knowledge: at most {1 / (1 - part * (1 - least)):.2f} × in all")
+    print(
+        f"  the estimate chooses {needs.chosen:.1%} of the blocks, which hold {needs.held:.2%} of the mass", flush=True
+    )
 
 
 def perplexity(args: argparse.Namespace) -> None:
@@ -178,6 +228,12 @@ def main() -> None:
     parser.add_argument("--model", default="random-350m", help='checkpoint path, or "random-350m"')
     parser.add_argument("--lengths", type=int, nargs="+", default=[8192, 16384, 32768])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.99, 0.95, 0.9])
+    parser.add_argument("--sharpness", type=float, help="attention that falls off with the distance; 1: nearly flat")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="instead of seconds, on a shared machine (with OMP_NUM_THREADS=1)",
+    )
     parser.add_argument("--half", action="store_true", help="also attend to every second block")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--texts", nargs="*", default=[], help="files; default: the prompts that ship")

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import lfm2_cb
 from lfm2_cb.cli.main import main
+from lfm2_cb.engine.engine import Engine
 from lfm2_cb.ops.native import library as native
 
 MODEL = lfm2_cb.demo_model_path()
@@ -87,6 +88,29 @@ def test_a_generation_config_file_and_flags_before_it(folder):
     assert {r["output_tokens"] for r in lines(folder / "nine.jsonl")} == {9}
     assert main([*base, "--output", "two.jsonl", "--set", "max_new_tokens=2", "min_new_tokens=1"]) == 0
     assert {r["output_tokens"] for r in lines(folder / "two.jsonl")} == {2}
+
+
+def test_segments_by_a_separator_and_sparse_prefill(folder, capsys, monkeypatch):
+    seen, add_all = [], Engine.add_all
+    monkeypatch.setattr(Engine, "add_all", lambda self, requests: (seen.extend(requests), add_all(self, requests))[1])
+    rows = [
+        {"prompt": f"{'It was a truth ' * 30}###{'She had been ' * 30}###What {word}?"} for word in ("then", "now")
+    ]
+    (folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": "It was"}]))
+    flags = ["--chunks", "###", "--recompute", "0.5", "--sparse-prefill", "0.7"]
+    assert generate("--output", "out.jsonl", "--ordered", *flags) == 3
+    marked = [request for request in seen if len(request.segments) == 3]
+    assert len(marked) == 2
+    assert all((request.recompute, request.sparse_prefill) == (0.5, 0.7) for request in marked)
+    options = {"max_new_tokens": 4, "do_sample": False, "chunks": "###", "recompute": 0.5, "sparse_prefill": 0.7}
+    with lfm2_cb.ContinuousBatchingGenerator(MODEL, cache_memory="16MiB", dtype="float32") as generator:
+        expected = [output.text for output in generator.generate([row["prompt"] for row in rows], **options)]
+    assert [record["text"] for record in lines(folder / "out.jsonl")] == expected
+    (error,) = lines(folder / "out.errors.jsonl")
+    assert error["index"] == 2 and "the prompt has no separator (chunks: '###')" in error["error"]
+    capsys.readouterr()
+    assert generate("--output", "other.jsonl", "--chunks", "###", "--recompute", "2") == 2
+    assert "recompute must be a number from 0 to 1" in capsys.readouterr().err
 
 
 def test_errors_are_kept_and_can_be_run_again(folder, capsys):

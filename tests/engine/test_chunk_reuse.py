@@ -7,7 +7,7 @@ import torch
 
 from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.ops.attention.kv_blocks import gather
-from lfm2_cb.requests.prompts import PromptError, SegmentedPrompt
+from lfm2_cb.requests.prompts import PromptError, SegmentedPrompt, read_prompts
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 8}
 SIZES = {"cache_memory": "64MiB", "max_batch_tokens": 600, "max_sequences": 8}
@@ -181,3 +181,24 @@ def test_it_needs_the_caches_checkpoints(demo_stock):
         pytest.raises(ValueError, match="chunks needs prefix_caching"),
     ):
         generator.generate([[[5], [6]]], chunks=True)
+
+
+def test_what_begins_every_prompt_is_a_segment_by_itself(demo_stock, demo_tokenizer):
+    """So a document that comes first is the same segment as one that comes later: of text, and of token ids."""
+    text = "It was a truth " * 30 + "###" + "She had been " * 30 + "###What then?"
+    mark = demo_tokenizer("###", add_special_tokens=False)["input_ids"]
+    with ContinuousBatchingGenerator(demo_stock, demo_tokenizer, **SIZES) as generator:
+
+        def segments_of(prompt, chunks):
+            (ids,) = read_prompts([prompt], demo_tokenizer, chunks)
+            (request,) = generator.builder.build([ids], generator.resolve(None, {**GREEDY, "chunks": chunks}))
+            return request.prompt_token_ids, request.segments
+
+        ids, ends = segments_of(text, "###")
+        assert ids[0] == demo_tokenizer.bos_token_id and ends[0] == 1 and len(ends) == 3
+        assert segments_of(ids, mark) == segments_of(ids, "###") == (ids, ends)
+        assert segments_of([ids[: ends[1]], ids[ends[1] : ends[2]], ids[ends[2] :]], True) == (ids, ends)
+        (read_again,) = read_prompts([read_prompts([text], demo_tokenizer, "###")[0]], None)
+        assert read_again.ends == ends
+        with pytest.raises(PromptError, match=r"prompt 0 has no separator \(chunks: '@@'\) in its text"):
+            generator.generate([text], chunks="@@", **GREEDY)

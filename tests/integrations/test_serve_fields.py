@@ -21,6 +21,8 @@ from openai.types.completion_create_params import CompletionCreateParamsStreamin
 from openai.types.responses.response_create_params import ResponseCreateParamsStreaming as ResponseParams
 from serving import CHAT, Server
 
+from lfm2_cb.engine.engine import Engine
+
 #: endpoint → the fields it knows, and a request of it that is right
 ENDPOINTS = {
     "/v1/chat/completions": (CHAT_FIELDS, {"messages": CHAT, "max_tokens": 2}),
@@ -366,6 +368,22 @@ def test_min_tokens_and_ignore_eos(complete, demo_stock, demo_tokenizer):
     assert (held.usage.completion_tokens, held.choices[0].finish_reason) == (6, "stop")
     ignored = complete(prompt="It was", logit_bias=eos_bias, extra_body={"ignore_eos": True, "min_tokens": 5})
     assert (ignored.usage.completion_tokens, ignored.choices[0].finish_reason) == (12, "length")
+
+
+def test_options_of_long_prompts_reach_the_request(complete, chat, server, monkeypatch):
+    seen, add_all = [], Engine.add_all
+    monkeypatch.setattr(Engine, "add_all", lambda self, requests: (seen.extend(requests), add_all(self, requests))[1])
+    options = {"chunks": " of all", "recompute": 0.5, "sparse_prefill": 0.7}
+    prompt = "It was the best of all that she had said to him, and it was the best of all that"
+    complete(prompt=prompt, extra_body=options)
+    complete(prompt=[prompt, prompt], extra_body=options)
+    chat(messages=[{"role": "user", "content": prompt}], extra_body=options)
+    server.client.responses.create(model="tiny", input=prompt, max_output_tokens=4, extra_body=options)
+    marked = [request for request in seen if request.segments]  # the others are segments, computed by themselves
+    assert [len(request.segments) for request in marked] == [3] * 5
+    assert {(request.recompute, request.sparse_prefill) for request in marked} == {(0.5, 0.7)}
+    with pytest.raises(openai.BadRequestError, match=r"prompt 0 has no separator \(chunks: '@@'\)"):
+        complete(prompt=prompt, extra_body={"chunks": "@@"})
 
 
 def test_top_k_of_minus_one_is_no_limit(complete):

@@ -71,10 +71,7 @@ CASES = {
 MARKS = {
     "priority": (5, lambda request: request.priority == 5),
     "use_prefix_cache": (False, lambda request: not request.use_prefix_cache),
-    "chunks": (
-        " of all",
-        lambda request: len(request.segments) in (2, 3),
-    ),  # 3: text, whose first token is one by itself
+    "chunks": (" of all", lambda request: len(request.segments) == 3 and request.recompute == 0.15),
     "sparse_prefill": (0.5, lambda request: request.sparse_prefill == 0.5),
     "logprobs": (2, lambda request: request.params.trace.num_logprobs == 2),
     "prompt_lookup_num_tokens": (4, lambda request: request.draft_tracker.max_tokens == 4),

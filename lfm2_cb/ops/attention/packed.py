@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..native import NativeKernels, empty
 from .kv_blocks import Int8Blocks, KVBlocks, gather
 from .reference import causal_attention
-from .sparse import SparsePrefill, block_mass, choose_blocks, num_blocks
+from .sparse import SparsePrefill, block_mass, choose_blocks, is_worthwhile, last_block, num_blocks
 
 #: without matrix units, a sequence with more queries and more keys than these is gathered and goes through SDPA.
 #: Measured with AVX2: with up to 1,024 keys the kernel is 1.0 to 2 × as fast, with 1,536 0.8 to 1.25 ×, with 2,048 and
@@ -49,13 +49,13 @@ class SharedPrefix:
 
 @dataclass(frozen=True)
 class SparseSequence:
-    """A sequence that has lists of blocks: which queries, and which of the chunks it is."""
+    """A sequence that attends sparsely: its queries, its keys, and where its blocks begin among all block ids."""
 
     how: SparsePrefill
     tokens: slice
     num_keys: int
     block_ids: torch.Tensor
-    chunk: int
+    first_block: int
 
     @property
     def num_queries(self) -> int:
@@ -64,6 +64,12 @@ class SparseSequence:
     @property
     def num_blocks(self) -> tuple[int, int]:
         return num_blocks(self.num_queries, self.num_keys)
+
+    @property
+    def probe(self) -> SparseSequence:
+        """Its last block of queries alone."""
+        first = self.tokens.start + last_block(self.num_queries)
+        return replace(self, tokens=slice(first, self.tokens.stop))
 
 
 class PackedSequences:
@@ -106,7 +112,7 @@ class PackedSequences:
             group, lists = decodes if end - start == 1 else chunks, -1
             if sparse and (how := sparse[i]) is not None:
                 lists = num_listed
-                self._sparse.append(SparseSequence(how, slice(start, end), kv_len, blocks, len(chunks)))
+                self._sparse.append(SparseSequence(how, slice(start, end), kv_len, blocks, first_block))
                 num_listed += math.prod(num_blocks(end - start, kv_len))
             elif end - start > SDPA_QUERIES and SDPA_KEYS < kv_len <= MOST_SDPA_KEYS and not first:
                 self._long.append((slice(start, end), blocks, kv_len))
@@ -118,8 +124,6 @@ class PackedSequences:
         self.sequences = table[: len(decodes) + len(chunks)]
         self._decodes, self._chunks = self.sequences.split((len(decodes), len(chunks)))
         self._all_chunks = table[len(decodes) :]
-        self._num_listed = num_listed
-        self._sparse_table = self._chunks[[row.chunk for row in self._sparse]]
 
     def attend(self, q: torch.Tensor, key_cache: KVBlocks, value_cache: KVBlocks, scaling: float) -> torch.Tensor:
         """As `paged_attention`: q `[tokens, heads, head_dim]` fp32 or bf16, as the cache is unless that is in 8 bits.
@@ -176,26 +180,46 @@ class PackedSequences:
             k, v = gather(keys, blocks, kv_len), gather(values, blocks, kv_len)
             out[tokens] = causal_attention(q[tokens], k, v, scaling)
 
-    def _choose_blocks(self, q: torch.Tensor, keys: KVBlocks, scaling: float) -> torch.Tensor:
+    def _choose_blocks(self, q: torch.Tensor, keys: KVBlocks, scaling: float) -> torch.Tensor | None:
         """The lists of the sequences that have some, as `csrc/attention/sequence.h` says: uint8, 1 where a block is
-        attended to."""
-        _, heads, head_dim = q.shape
-        _, kv_heads, block_size, _ = keys.shape
-        if self._suits_bf16_kernels(q, keys, TILE_ISAS):
-            mass = torch.zeros(self._num_listed * kv_heads)
-            stored = (keys.values, keys.scale) if isinstance(keys, Int8Blocks) else (keys, None)
-            sizes = len(self._sparse), heads, kv_heads, head_dim, block_size, q.stride(0)
-            self._native.call("block_mass", q, *stored, self._sparse_table, self.block_ids, mass, *sizes, scaling)
-            masses = list(mass.split([math.prod(row.num_blocks) * kv_heads for row in self._sparse]))
-        else:
-            masses = [
-                block_mass(q[row.tokens], gather(keys, row.block_ids, row.num_keys), scaling) for row in self._sparse
-            ]
+        attended to. None: all attend to all blocks, as no list would pay."""
+        probes = self._block_masses([row.probe for row in self._sparse], q, keys, scaling)
+        pays = [is_worthwhile(mass, row.how, row.num_keys) for row, mass in zip(self._sparse, probes, strict=True)]
+        if not any(pays):
+            return None
+        listed = [row for row, does in zip(self._sparse, pays, strict=True) if does]
+        masses = iter(self._block_masses(listed, q, keys, scaling))
         lists = [
-            choose_blocks(mass.view(kv_heads, *row.num_blocks), row.how, row.num_queries, row.num_keys)
-            for row, mass in zip(self._sparse, masses, strict=True)
+            choose_blocks(next(masses), row.how, row.num_queries, row.num_keys)
+            if does
+            else torch.ones(keys.shape[1], *row.num_blocks, dtype=torch.bool)
+            for row, does in zip(self._sparse, pays, strict=True)
         ]
         return torch.cat([chosen.flatten() for chosen in lists]).view(torch.uint8)
+
+    def _block_masses(
+        self, rows: Sequence[SparseSequence], q: torch.Tensor, keys: KVBlocks, scaling: float
+    ) -> list[torch.Tensor]:
+        """`block_mass` of each."""
+        _, heads, head_dim = q.shape
+        _, kv_heads, block_size, _ = keys.shape
+        if not self._suits_bf16_kernels(q, keys, TILE_ISAS):
+            return [block_mass(q[row.tokens], gather(keys, row.block_ids, row.num_keys), scaling) for row in rows]
+        sizes = [math.prod(row.num_blocks) for row in rows]
+        table = torch.tensor(
+            [
+                (row.tokens.start, row.num_queries, 0, row.num_keys, row.first_block, sum(sizes[:i]))
+                for i, row in enumerate(rows)
+            ]
+        )
+        mass = torch.zeros(2, kv_heads * sum(sizes))
+        stored = (keys.values, keys.scale) if isinstance(keys, Int8Blocks) else (keys, None)
+        shape = heads, kv_heads, head_dim, block_size, q.stride(0)
+        self._native.call(
+            "block_mass", q, *stored, table, self.block_ids, mass, len(rows), *shape, mass.shape[1], scaling
+        )
+        parts = mass.split([kv_heads * size for size in sizes], dim=1)
+        return [part.view(2, kv_heads, *row.num_blocks) for part, row in zip(parts, rows, strict=True)]
 
     def attend_shared(
         self,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from .kv_blocks import KVBlocks, gather
-from .sparse import KEY_BLOCK, QUERY_BLOCK, SparsePrefill, block_mass, choose_blocks
+from .sparse import KEY_BLOCK, QUERY_BLOCK, SparsePrefill, choose_lists
 
 #: entries of a mask at most: a long prompt's queries go over its keys a part at a time
 MASK_ENTRIES = 2**24
@@ -93,7 +93,5 @@ def attend_alone(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, sparse: SparsePrefill | None
 ) -> torch.Tensor:
     """One sequence, whose queries attend to all keys or to the blocks that are chosen. Arguments as above."""
-    if sparse is None:
-        return causal_attention(q, k, v, scaling)
-    taken = choose_blocks(block_mass(q, k, scaling), sparse, len(q), len(k))
-    return sparse_attention(q, k, v, taken, scaling)
+    taken = None if sparse is None else choose_lists(q, k, scaling, sparse)
+    return causal_attention(q, k, v, scaling) if taken is None else sparse_attention(q, k, v, taken, scaling)

@@ -3,7 +3,12 @@ attention's mass.
 
 After MInference (Jiang et al., arXiv 2407.02490), FlexPrefill (Lai et al., arXiv 2502.20766) and UniPrefill: which
 blocks are heavy is estimated as the prompt is computed, for each kv head and each block of queries. Here by the
-attention of every sixteenth query, so the estimate is of the mass itself, and costs a sixteenth of the scores.
+attention of every sixteenth query, so the estimate is of the mass itself, and costs a sixteenth of the scores. What
+one half of these queries finds heavy is measured by the other half: queries that attend sharply, and not alike, would
+otherwise be given the blocks of their sample, and far less than the share.
+
+Where attention is flat, a list leaves out next to nothing. So a chunk's last block of queries is asked first, and if
+it needs nearly all blocks, the chunk attends to all, and no list is made.
 """
 
 from __future__ import annotations
@@ -15,6 +20,9 @@ import torch
 #: queries that share a list of blocks, keys of a block, and every which query attends for its block (as in
 #: `csrc/attention/sequence.h` and `block_mass.cpp`)
 QUERY_BLOCK, KEY_BLOCK, STRIDE = 128, 64, 16
+#: a list that takes more of the blocks than this does not pay: with AMX estimates and lists take 5 to 6 % of the time
+#: of dense attention, at 8,192 tokens and at 16,384
+MOST_TAKEN = 0.9
 #: blocks before a block of queries that it always attends to, beside its own and the first of all
 NEIGHBOURS = 2
 
@@ -37,15 +45,21 @@ def num_blocks(num_queries: int, num_keys: int) -> tuple[int, int]:
     return -(-num_queries // QUERY_BLOCK), -(-num_keys // KEY_BLOCK)
 
 
+def last_block(num_queries: int) -> int:
+    """The first query of the last block of queries."""
+    return (num_queries - 1) // QUERY_BLOCK * QUERY_BLOCK
+
+
 def block_mass(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
     """Which share of their attention blocks of queries give to blocks of keys, by a sample of the queries.
 
     Args: q `[queries, heads, head_dim]`, the last positions of k `[keys, kv_heads, head_dim]`.
-    Returns: fp32 `[kv_heads, query blocks, key blocks]`, 1 in all over the key blocks.
+    Returns: fp32 `[2, kv_heads, query blocks, key blocks]`, by one half of the sample and by the other, 1 in all over
+        the key blocks; 0 where a block has one query in the sample.
     """
     num_queries, num_keys, kv_heads = len(q), len(k), k.shape[1]
     query_blocks, key_blocks = num_blocks(num_queries, num_keys)
-    mass = torch.zeros(kv_heads, query_blocks, key_blocks, device=q.device)
+    mass = torch.zeros(2, kv_heads, query_blocks, key_blocks, device=q.device)
     padded = key_blocks * KEY_BLOCK
     keys = k.float().permute(1, 2, 0)  # [kv_heads, head_dim, keys]
     for block in range(query_blocks):  # one at a time: scores of all would be a sixteenth of the attention matrix
@@ -55,18 +69,41 @@ def block_mass(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor
         rows = q[sampled].float().unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)  # [kv_heads, group, samples, …]
         scores = torch.matmul(rows, keys.unsqueeze(1)).mul_(scaling)
         unseen = torch.arange(num_keys, device=q.device) > num_keys - num_queries + sampled[:, None]
-        weights = scores.masked_fill_(unseen, float("-inf")).softmax(-1).mean((1, 2))
-        mass[:, block] = torch.nn.functional.pad(weights, (0, padded - num_keys)).unflatten(1, (-1, KEY_BLOCK)).sum(-1)
+        weights = scores.masked_fill_(unseen, float("-inf")).softmax(-1).mean(1)  # [kv_heads, samples, keys]
+        weights = torch.nn.functional.pad(weights, (0, padded - num_keys)).unflatten(-1, (-1, KEY_BLOCK)).sum(-1)
+        for half in range(min(2, len(sampled))):
+            mass[half, :, block] = weights[:, half::2].mean(1)
     return mass
+
+
+def is_worthwhile(mass: torch.Tensor, sparse: SparsePrefill, num_keys: int) -> bool:
+    """Whether lists would leave out enough to pay for their making.
+
+    Args: mass: of `block_mass`, of the sequence's last block of queries alone, `[2, kv_heads, 1, key blocks]`.
+    """
+    if sparse.share >= 1:
+        return False
+    taken = choose_blocks(mass, SparsePrefill(sparse.share, num_keys), 1, num_keys)
+    return bool(taken.float().mean() <= MOST_TAKEN)
+
+
+def choose_lists(q: torch.Tensor, k: torch.Tensor, scaling: float, sparse: SparsePrefill) -> torch.Tensor | None:
+    """The torch reference: a sequence's lists, as `choose_blocks` gives them; None: all blocks, as it pays better.
+
+    Args: q, k: of `block_mass`.
+    """
+    if not is_worthwhile(block_mass(q[last_block(len(q)) :], k, scaling), sparse, len(k)):
+        return None
+    return choose_blocks(block_mass(q, k, scaling), sparse, len(q), len(k))
 
 
 def choose_blocks(mass: torch.Tensor, sparse: SparsePrefill, num_queries: int, num_keys: int) -> torch.Tensor:
     """The lists: which blocks of keys each block of queries attends to.
 
-    The first block, the queries' own and the `NEIGHBOURS` before it, and of the others the heaviest, until all hold
-    the share.
+    The first block, the queries' own and the `NEIGHBOURS` before it, and of the others the heaviest: as many as hold
+    the share, by the half of the sample that did not choose them.
 
-    Args: mass: of `block_mass`. Returns: bool, of the same shape.
+    Args: mass: of `block_mass`. Returns: bool `[kv_heads, query blocks, key blocks]`.
     """
     query_blocks, key_blocks = num_blocks(num_queries, num_keys)
     device, start = mass.device, num_keys - num_queries
@@ -75,10 +112,13 @@ def choose_blocks(mass: torch.Tensor, sparse: SparsePrefill, num_queries: int, n
     last = (first + QUERY_BLOCK - 1).clamp_(max=num_keys - 1)
     visible = block <= last // KEY_BLOCK
     if sparse.share >= 1:
-        return visible.expand_as(mass).clone()
+        return visible.expand_as(mass[0]).clone()
     always = (block == 0) | (block >= first // KEY_BLOCK - NEIGHBOURS) | (last >= sparse.exact_from)
-    ranked, order = (mass + 2 * always).sort(-1, descending=True)  # those that are taken anyway come first
-    ranked -= 2 * always.expand_as(mass).gather(-1, order)
-    covered = ranked.cumsum(-1) - ranked  # by those before
-    taken = torch.empty_like(mass, dtype=torch.bool).scatter_(-1, order, covered < sparse.share)
-    return (taken | always) & visible
+    mass = torch.where(mass.sum(-1, keepdim=True) > 0, mass, mass.flip(0))  # (one query cannot be halved)
+    preferred = mass + 2 * always  # those that are taken anyway come first
+    order = preferred.argsort(-1, descending=True)
+    held = mass.flip(0).gather(-1, order).cumsum(-1)
+    count = 1 + (held < sparse.share).sum(-1, keepdim=True).amax(0)
+    rank = torch.empty_like(order[0])
+    rank.scatter_(-1, preferred.sum(0).argsort(-1, descending=True), block.expand_as(rank))
+    return ((rank < count) | always) & visible

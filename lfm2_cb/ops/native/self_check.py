@@ -12,7 +12,7 @@ def addition_is_right(kernels: NativeKernels) -> bool:
 
     Asked once a process: few processors have these, so the kernels have been run on fewer than the others.
     """
-    if not attention_is_right(kernels):
+    if not (attention_is_right(kernels) and block_mass_is_right(kernels)):
         return False
     generator = torch.Generator().manual_seed(0)
     rows, inner, outputs = 37, 2100, 53  # more inputs than the packed product takes at once
@@ -76,6 +76,45 @@ def attention_is_right(kernels: NativeKernels) -> bool:
             others = kernels.without(kernels.isa)
             others.call("paged_attention", q, *caches, sequences, block_ids, None, expected, None, *sizes, 1, 0, 0.125)
             if not ((out - expected).abs() <= 0.02 * expected.abs().amax(-1, keepdim=True)).all():
+                return False
+    return True
+
+
+def block_mass_is_right(kernels: NativeKernels) -> bool:
+    """Whether the mass of blocks of keys, over caches in bf16 and in 8 bits, is what the kernel for all shapes gives
+    with values that say which block a key is of."""
+    if not kernels.address("block_mass"):
+        return True
+    generator = torch.Generator().manual_seed(0)
+    heads, kv_heads, dim, size, scaling = 6, 2, 64, 16, 0.125
+    num_queries, num_keys, query_block, key_block, stride = 150, 1100, 128, 64, 16  # as in csrc/attention
+    block_ids = torch.randperm(-(-num_keys // size), generator=generator)
+    key_blocks, query_blocks = -(-num_keys // key_block), -(-num_queries // query_block)
+    shape = len(block_ids), kv_heads, size
+    of_block = torch.zeros(*shape, dim)
+    for place, block in enumerate(block_ids.tolist()):
+        of_block[block, ..., place * size // key_block] = 1
+    scales = torch.rand(shape, generator=generator).div_(64).bfloat16()
+    in_8_bits = torch.randint(-127, 128, (*shape, dim), generator=generator, dtype=torch.int8)
+    in_bf16 = torch.randn(*shape, dim, generator=generator).bfloat16()
+    q = torch.randn(num_queries, heads, dim, generator=generator).bfloat16()
+    table = torch.tensor([[0, num_queries, 0, num_keys, 0, 0]])
+    for keys, values, key_scales, value_scales in (
+        (in_bf16, of_block.bfloat16(), None, None),
+        (in_8_bits, of_block.to(torch.int8), scales, torch.ones(shape).bfloat16()),
+    ):
+        mass, mixed = torch.zeros(2, kv_heads, query_blocks, key_blocks), torch.empty(q.shape)
+        sizes = 1, heads, kv_heads, dim, size, heads * dim
+        kernels.call("block_mass", q, keys, key_scales, table, block_ids, mass, *sizes, mass[0].numel(), scaling)
+        cache = keys, values, key_scales, value_scales
+        others = kernels.without(kernels.isa)
+        others.call("paged_attention", q, *cache, table, block_ids, None, mixed, None, *sizes, 1, 1, scaling)
+        for block in range(query_blocks):
+            end = min((block + 1) * query_block, num_queries)
+            rows = torch.arange(block * query_block, end, stride).add(stride - 1).clamp(max=num_queries - 1)
+            shares = mixed[rows, :, :key_blocks].unflatten(1, (kv_heads, -1)).mean(2)
+            expected = torch.stack([shares[0::2].mean(0), shares[1::2].mean(0)])
+            if not ((mass[:, :, block] - expected).abs() <= 0.02 * expected + 1e-5).all():
                 return False
     return True
 

@@ -17,7 +17,7 @@ from lfm2_cb.ops.attention.packed import PAIR_ISAS, TILE_ISAS, PackedSequences
 from lfm2_cb.ops.attention.reference import paged_attention
 from lfm2_cb.ops.native import NativeKernels, build
 from lfm2_cb.ops.native import library as native
-from lfm2_cb.ops.native.self_check import addition_is_right, attention_is_right
+from lfm2_cb.ops.native.self_check import addition_is_right, attention_is_right, block_mass_is_right
 
 COMPILER = shutil.which(torch.utils.cpp_extension.get_cxx_compiler())
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -301,12 +301,14 @@ def test_the_check_at_load_sees_what_is_wrong(kernels):
         def call(self, name, *args):
             super().call(name, *args)
             if name == self.wrong:
-                out = args[{"decode_attention": 7, "prefill_attention": 11}[name]]
+                out = args[{"decode_attention": 7, "prefill_attention": 11, "block_mass": 5}[name]]
                 out[-1, -1, -1] += self.error * out.abs().max()
 
     wrong = Wrong(kernels.isa, kernels.emulated)
-    assert attention_is_right(wrong)
+    assert attention_is_right(wrong) and block_mass_is_right(wrong)
     for kernel in set(wrong.called) - {"paged_attention"}:
         wrong.wrong = kernel
-        assert not attention_is_right(wrong) and not addition_is_right(wrong)
-    assert ("prefill_attention" in wrong.called) == (kernels.isa in TILE_ISAS)
+        assert attention_is_right(wrong) == (kernel == "block_mass")
+        assert not addition_is_right(wrong)
+    for kernel in ("prefill_attention", "block_mass"):
+        assert (kernel in wrong.called) == (kernels.isa in TILE_ISAS)

@@ -1,7 +1,8 @@
 // What share of their attention blocks of queries give to blocks of keys, by the processor's matrix units.
 //
 // Every sixteenth query attends for its block: its softmax over all keys it sees, summed over each block of them. So
-// the work is a sixteenth of the attention's scores, and no values are read.
+// the work is a sixteenth of the attention's scores, and no values are read. Every other one of these counts for a second
+// estimate, so that what one of them chooses can be measured by the other.
 #if defined(__AMX_BF16__) || defined(EMULATED)
 #include "attention/packed_keys.h"
 
@@ -28,6 +29,7 @@ template <int DIM, class C>
 struct BlockMass {
     const Attention& a;
     float* mass;
+    int64_t size;  // of an estimate
     Scratch<DIM>& z;
     Tiles& tiles;
     float *tops, *sums;
@@ -109,10 +111,10 @@ struct BlockMass {
                 store(part + b, mass);
                 total += mass;
             }
-            const int64_t query_block = (item.first_row + row) / a.group / SAMPLES;
+            const int64_t sample = (item.first_row + row) / a.group, query_block = sample / SAMPLES, half = sample % 2;
             const int64_t samples = min(SAMPLES, ceil_div(s.num_queries - query_block * QUERY_BLOCK, STRIDE));
-            const float share = 1 / (sum(total) * samples * a.group);
-            float* to = block_list(mass, s, a.kv_heads, item.head, query_block);
+            const float share = 1 / (sum(total) * ((samples + 1 - half) / 2) * a.group);
+            float* to = block_list(mass + half * size, s, a.kv_heads, item.head, query_block);
             for (int64_t b = 0; b < n; b++) to[b] += part[b] * share;
         }
     }
@@ -125,7 +127,7 @@ struct BlockMass {
 };
 
 template <int DIM, class C>
-void run(const Attention& a, float* mass, const Item* items, int64_t num_items, int64_t most_keys, int64_t threads) {
+void run(const Attention& a, float* mass, int64_t size, const Item* items, int64_t num_items, int64_t most_keys, int64_t threads) {
     const int64_t cells = TILES * TILE_ROWS * round_up(ceil_div(most_keys, KEYS), W);
     parallel(num_items, 1, threads, [&](const Tasks& tasks) {
         const FlushSubnormals flush;
@@ -135,7 +137,7 @@ void run(const Attention& a, float* mass, const Item* items, int64_t num_items, 
         for (Range range; tasks.take(range);) {
             const Item& item = items[range.begin];
             const Sequence& s = a.sequences[item.sequence];
-            BlockMass<DIM, C>{a, mass, *scratch, tiles, memory, memory + cells, item, s}.run();
+            BlockMass<DIM, C>{a, mass, size, *scratch, tiles, memory, memory + cells, item, s}.run();
         }
         free(memory);
         free(scratch);
@@ -144,12 +146,13 @@ void run(const Attention& a, float* mass, const Item* items, int64_t num_items, 
 
 }  // namespace
 
-// mass: zeros, laid out as the sequences' lists are (`Sequence::lists`, all 0 or above); it becomes, of the attention
-// of each block of queries, the share that every block of keys has. The rest as of prefill_attention.
+// mass [2][size]: zeros, each half laid out as the sequences' lists are (`Sequence::lists`, all 0 or above); it becomes,
+// of the attention of each block of queries, the share that every block of keys has, by one half of the sample and by
+// the other (zeros, where a block has one query in the sample). The rest as of prefill_attention.
 KERNEL(block_mass)(
     const bf16* q, const void* keys, const bf16* key_scales, const Sequence* sequences, const int64_t* block_ids,
     float* mass, int64_t num_sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,
-    int64_t q_stride, double scaling, int64_t num_threads) {
+    int64_t q_stride, int64_t size, double scaling, int64_t num_threads) {
     const Attention a = {q, keys, nullptr, key_scales, nullptr, sequences, block_ids, nullptr, nullptr, heads, kv_heads,
                          heads / kv_heads, block_size, q_stride, (float)scaling, false, nullptr, nullptr};
     // Items of whole blocks of queries, so that no two add to the same sums.
@@ -167,7 +170,7 @@ KERNEL(block_mass)(
     }
     auto by_cache = key_scales ? dim == 64 ? run<64, int8_t> : run<128, int8_t>
                                : dim == 64 ? run<64, bf16> : run<128, bf16>;
-    by_cache(a, mass, items, num_items, most_keys, num_threads);
+    by_cache(a, mass, size, items, num_items, most_keys, num_threads);
     free(items);
 }
 #endif
