@@ -1,15 +1,32 @@
 """What the tests of native kernels share."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from lfm2_cb.ops import native
-from lfm2_cb.ops.native.instruction_sets import ISAS
+from lfm2_cb.ops.native.instruction_sets import ARM, ISAS
+
+sys.path.insert(0, str(Path(__file__).parent / "arm"))
+from emulator import CAN_RUN, ArmKernels, emulated
 
 
-@pytest.fixture(params=list(ISAS))
+@pytest.fixture(scope="session")
+def arm_process(tmp_path_factory):
+    if not CAN_RUN:
+        pytest.skip("needs g++-aarch64-linux-gnu and qemu-user-static")
+    with emulated(tmp_path_factory.mktemp("arm"), "-O3") as process:
+        yield process
+
+
+@pytest.fixture(params=[*ISAS, *(pytest.param(f"arm-{isa}", marks=pytest.mark.slow) for isa in ARM)])
 def kernels(request):
-    """The library by each instruction set in turn."""
+    """The library by each instruction set in turn, with `-m slow` by those of an emulated ARM processor."""
+    if request.param.startswith("arm-"):
+        torch.manual_seed(0)
+        return ArmKernels(request.getfixturevalue("arm_process"), request.param.removeprefix("arm-"))
     loaded = native.load()
     if request.param not in loaded.supported:
         pytest.skip(f"this processor has no {request.param}")

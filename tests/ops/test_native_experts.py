@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from emulator import ArmKernels
 
 from lfm2_cb.ops.experts import QuantizedExperts, mix_experts, native_mix_experts, route
 from lfm2_cb.ops.experts.native import TABLE
@@ -60,7 +61,8 @@ class AsAmx(native.NativeKernels):
 
 def with_emulation(kernels):
     """By an instruction set, and by its emulation of matrix units where it has one."""
-    return [kernels, AsAmx(kernels)] if kernels.isa in EMULATORS else [kernels]
+    emulates = kernels.isa in EMULATORS and not isinstance(kernels, ArmKernels)
+    return [kernels, AsAmx(kernels)] if emulates else [kernels]
 
 
 @EVERY_DTYPE

@@ -28,7 +28,7 @@ SDPA_QUERIES, SDPA_KEYS = 64, 1024
 #: with more keys than these nothing is gathered, so that memory does not grow with the prompt
 MOST_SDPA_KEYS = 16384
 #: instruction sets for which `decode_attention.cpp` is compiled, `prefill_attention.cpp`, and the shapes they take
-PAIR_ISAS, TILE_ISAS = frozenset(("avx512bf16", "amx")), frozenset(("amx",))
+PAIR_ISAS, TILE_ISAS = frozenset(("avx512bf16", "amx", "bf16")), frozenset(("amx",))
 HEAD_DIMS, MOST_HEADS, KEY_ALIGNMENT = (64, 128), 8, 16
 
 

@@ -9,19 +9,32 @@ AVX2 = ("-mavx2", "-mfma")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mprefer-vector-width=512")
 AVX512_BF16 = (*AVX512, "-mavx512vnni", "-mavx512bf16")
 #: instruction set → the compiler's flags for it, best last; a kernel `f` is there as `f_plain`, `f_avx2`, …
-ISAS: Mapping[str, tuple[str, ...]] = (
-    {
-        "plain": (),
-        "avx2": AVX2,
-        "avxvnni": (*AVX2, "-mavxvnni"),  # multiplying integers and adding them in one operation: csrc/arch/x86/dot.h
-        "avx512": AVX512,
-        "vnni": (*AVX512, "-mavx512vnni"),  # the same
-        "avx512bf16": AVX512_BF16,  # products of pairs of bf16: csrc/arch/x86/lanes.h
-        "amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # matrix units: csrc/arch/x86/tiles.h
-    }
-    if platform.machine().lower() in ("x86_64", "amd64")
-    else {"plain": ()}
-)
+X86: Mapping[str, tuple[str, ...]] = {
+    "plain": (),
+    "avx2": AVX2,
+    "avxvnni": (*AVX2, "-mavxvnni"),  # multiplying integers and adding them in one operation: csrc/arch/x86/dot.h
+    "avx512": AVX512,
+    "vnni": (*AVX512, "-mavx512vnni"),  # the same
+    "avx512bf16": AVX512_BF16,  # products of pairs of bf16: csrc/arch/x86/lanes.h
+    "amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # matrix units: csrc/arch/x86/tiles.h
+}
+#: the same for aarch64, where plain has NEON
+ARM: Mapping[str, tuple[str, ...]] = {
+    "plain": (),
+    "dotprod": ("-march=armv8.2-a+dotprod",),  # fours of bytes: csrc/arch/arm/dot.h
+    "i8mm": ("-march=armv8.2-a+dotprod+i8mm",),  # unsigned ones by signed ones
+    "bf16": ("-march=armv8.2-a+dotprod+i8mm+bf16",),  # pairs of bf16: csrc/arch/arm/lanes.h
+}
+
+
+def isas_of(machine: str) -> Mapping[str, tuple[str, ...]]:
+    """The instruction sets of a kind of machine, as `platform.machine()` has it."""
+    if machine.lower() in ("x86_64", "amd64"):
+        return X86
+    return ARM if machine.lower() in ("aarch64", "arm64") else {"plain": ()}
+
+
+ISAS = isas_of(platform.machine())
 #: sources that are of use for one instruction set alone; and those that have them too, by an emulation, so that they
 #: can be tested: without and with fused multiply-add
 EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx.cpp", "amx_experts.cpp")}
@@ -34,4 +47,7 @@ ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "vnni": ("avx512", ("low_bit.cpp", "low_bit_experts.cpp", "features.cpp")),
     "avx512bf16": ("vnni", ("decode_attention.cpp", "pointwise.cpp", "features.cpp")),
     "amx": ("avx512bf16", (*EMULATED["amx"], "prefill_attention.cpp", "block_mass.cpp", "features.cpp")),
+    "dotprod": ("plain", ("low_bit.cpp", "low_bit_experts.cpp", "features.cpp")),
+    "i8mm": ("dotprod", ("low_bit.cpp", "low_bit_experts.cpp", "features.cpp")),
+    "bf16": ("i8mm", ("decode_attention.cpp", "features.cpp")),
 }

@@ -21,6 +21,8 @@ inline Eight load_eight(const uint8_t* x) { return {*(Four*)x - Sums{}, *(Four*)
 // the other four `APART` behind.
 #if defined(__AVX2__)
 #include "arch/x86/dot.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "arch/arm/dot.h"
 #else
 namespace {
 

@@ -1,12 +1,25 @@
-// csrc/arch/lanes.h without the instructions.
+// csrc/arch/lanes.h without the instructions, but for the products where ARM has them.
 #pragma once
 
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include "arch/arm/lanes.h"
+#else
 namespace {
 
 inline vec dot_bf16(vec acc, pairs a, pairs b) {
     acc += (vec)(a & -65536) * (vec)(b & -65536);
     return acc + (vec)(a << 16) * (vec)(b << 16);
 }
+inline ivec dot_bytes(ivec acc, ivec a, ivec b) {
+    for (int shift = 0; shift < 32; shift += 8) acc += (a >> shift & 255) * (b << (24 - shift) >> 24);
+    return acc;
+}
+
+}  // namespace
+#endif
+
+namespace {
+
 inline pairs round_to_pairs(vec first, vec second) {
     hvec both[2] = {__builtin_convertvector(nearest_bf16(first), hvec),
                     __builtin_convertvector(nearest_bf16(second), hvec)};
@@ -32,10 +45,6 @@ inline void interleave_bytes(const ivec* rows, ivec* to) {
             for (int r = 0; r < 4; r++) four[r] = ((const int8_t*)(rows + r))[at];
             memcpy((char*)(to + i) + 4 * lane, four, 4);
         }
-}
-inline ivec dot_bytes(ivec acc, ivec a, ivec b) {
-    for (int shift = 0; shift < 32; shift += 8) acc += (a >> shift & 255) * (b << (24 - shift) >> 24);
-    return acc;
 }
 inline void store_low_bytes(void* to, ivec v) {
     for (int i = 0; i < W; i++) ((char*)to)[i] = v[i];

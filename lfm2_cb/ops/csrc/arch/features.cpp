@@ -4,6 +4,8 @@
 
 #if defined(__x86_64__)
 #include "arch/x86/features.h"
+#elif defined(__aarch64__)
+#include "arch/arm/features.h"
 #else
 namespace {
 

@@ -7,7 +7,7 @@
 // while values are, the next keys, also those of the next item: about 8 KB ahead was the best of what was tried (64
 // sequences of about 150 keys, 6 layers, on one core of an Intel Xeon with AMX: 19.8 ms without, 15.2 with). Spans
 // are merged in their order, so a result depends on the sequence alone, not on the number of threads.
-#if defined(__AVX512BF16__) || defined(EMULATED)
+#if defined(__AVX512BF16__) || defined(EMULATED) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #include "attention/bf16_attention.h"
 #include "core/prefetch.h"
 #include "core/threads.h"

@@ -33,7 +33,7 @@ union Arg {
 
 namespace {
 
-#if defined(__AVX512F__) || defined(EMULATED)
+#if defined(__AVX512F__) || defined(EMULATED) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 constexpr int W = 16;  // fp32 lanes
 #elif defined(__AVX2__)
 constexpr int W = 8;
