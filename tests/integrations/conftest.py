@@ -3,6 +3,9 @@
 import pytest
 from helpers import ours, stock_greedy
 
+#: the model's own configuration samples; answers are compared with stock's greedy ones
+GREEDY = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+
 
 @pytest.fixture(scope="module")
 def server(demo_stock, demo_tokenizer):
@@ -14,14 +17,14 @@ def server(demo_stock, demo_tokenizer):
 
 @pytest.fixture(scope="module")
 def complete(server):
-    return lambda **kwargs: server.client.completions.create(**{"model": "tiny", "max_tokens": 12, **kwargs})
+    return lambda **kwargs: server.client.completions.create(**{**GREEDY, **kwargs})
 
 
 @pytest.fixture(scope="module")
 def chat(server):
     from serving import CHAT
 
-    defaults = {"model": "tiny", "messages": CHAT, "max_tokens": 12}
+    defaults = {**GREEDY, "messages": CHAT}
     return lambda **kwargs: server.client.chat.completions.create(**{**defaults, **kwargs})
 
 

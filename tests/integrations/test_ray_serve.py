@@ -47,7 +47,9 @@ def ask_64(url, prompts):
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0, timeout=120)
 
     async def ask(index, prompt):  # each over a connection of its own, as all are open at once
-        answer = await client.completions.create(model="tiny", prompt=prompt, max_tokens=12, stream=index % 2 == 1)
+        answer = await client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=12, temperature=0, stream=index % 2 == 1
+        )
         if index % 2 == 0:
             return answer.choices[0].text
         return "".join([chunk.choices[0].text async for chunk in answer])
@@ -69,12 +71,15 @@ def test_64_clients_get_what_generate_says_from_both_replicas(fleet, greedy):
 
 def test_all_of_the_surface_is_there(fleet, greedy):
     http, client = fleet.http, fleet.client
-    chat = client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=12)
+    chat = client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=12, temperature=0)
     assert chat.choices[0].message.content == greedy(CHAT)
-    events = list(client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=12, stream=True))
+    events = list(
+        client.chat.completions.create(model="tiny", messages=CHAT, max_tokens=12, temperature=0, stream=True)
+    )
     assert "".join(event.choices[0].delta.content or "" for event in events) == greedy(CHAT)
     assert events[0].choices[0].delta.role == "assistant" and len(events) > 6
-    *_, last = client.responses.create(model="tiny", input=CHAT[0]["content"], max_output_tokens=12, stream=True)
+    ask = {"model": "tiny", "input": CHAT[0]["content"], "max_output_tokens": 12, "temperature": 0}
+    *_, last = client.responses.create(**ask, stream=True)
     assert last.response.output_text == greedy(CHAT)
     assert next(iter(client.models.list())).id == "tiny"
     assert http.post("/tokenize", json={"prompt": "It was"}).json()["count"] == 3

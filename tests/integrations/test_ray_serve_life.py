@@ -18,7 +18,7 @@ from serving import KEY
 
 pytestmark = pytest.mark.slow
 
-LONG = {"model": "tiny", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+LONG = {"model": "tiny", "max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
 def client_of(fleet: Fleet) -> openai.AsyncOpenAI:

@@ -40,7 +40,9 @@ def test_64_clients_at_once_get_what_generate_says(server, greedy):
     client = openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=120)
 
     async def ask(index, prompt):  # each over a connection of its own, as all are open at once
-        answer = await client.completions.create(model="tiny", prompt=prompt, max_tokens=12, stream=index % 2 == 1)
+        answer = await client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=12, temperature=0, stream=index % 2 == 1
+        )
         if index % 2 == 0:
             assert answer.usage.completion_tokens <= 12
             return answer.choices[0].text
@@ -70,7 +72,7 @@ def test_chat_as_json_and_as_events(chat, greedy):
 
 
 def test_responses_as_json_and_as_events(server, greedy):
-    ask = {"model": "tiny", "input": CHAT[0]["content"], "max_output_tokens": 12}
+    ask = {"model": "tiny", "input": CHAT[0]["content"], "max_output_tokens": 12, "temperature": 0}
     whole = server.client.responses.create(**ask)
     assert whole.output_text == greedy(CHAT) and whole.usage.output_tokens == 12
     *events, last = server.client.responses.create(**ask, stream=True)
@@ -84,7 +86,12 @@ def test_responses_as_json_and_as_events(server, greedy):
 
 
 def test_a_response_that_ends_by_itself_is_completed(server):
-    ask = {"model": "tiny", "input": [{"role": "user", "content": "Hi"}], "extra_body": {"stop": "e"}}
+    ask = {
+        "model": "tiny",
+        "input": [{"role": "user", "content": "Hi"}],
+        "temperature": 0,
+        "extra_body": {"stop": "e"},
+    }
     whole = server.client.responses.create(**ask, metadata={"batch": "7"}, instructions="Be brief.")
     assert (whole.status, whole.incomplete_details, whole.output[0].status) == ("completed", None, "completed")
     assert whole.metadata == {"batch": "7"} and whole.instructions == "Be brief." and "e" not in whole.output_text
@@ -123,8 +130,10 @@ def test_sampling_is_each_requests_own(chat):
 
     one, same, other = (texts(temperature=1.0, seed=seed) for seed in (1, 1, 2))
     assert one == same != other
-    assert texts(temperature=0) == texts() == texts(temperature=1.0, extra_body={"top_k": 1})
-    assert texts(temperature=1.0, seed=1, top_p=1e-6) == texts()
+    greedy = texts(temperature=0)
+    assert greedy == texts(temperature=1.0, extra_body={"top_k": 1}) == texts(temperature=1.0, seed=1, top_p=1e-6)
+    # what is not said is the model's: its generation_config samples
+    assert greedy != texts(temperature=None, seed=1) == texts(temperature=0.6, top_p=0.9, seed=1)
     assert texts(extra_body={"generation_config": json.dumps({"max_new_tokens": 12, "suppress_tokens": [276]})})
 
 
@@ -332,7 +341,7 @@ def test_stocks_own_command_serves_ours_once_enabled(greedy):
     )
     try:
         client = openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0, timeout=60)
-        ask = {"model": path, "messages": CHAT, "max_tokens": 12}
+        ask = {"model": path, "messages": CHAT, "max_tokens": 12, "temperature": 0}
         assert client.chat.completions.create(**ask).choices[0].message.content == greedy(CHAT)
         events = client.chat.completions.create(**ask, stream=True)
         assert "".join(event.choices[0].delta.content or "" for event in events) == greedy(CHAT)
