@@ -23,7 +23,7 @@ from .adapters.peft_config import AdapterError
 from .engine.config import EngineConfig
 from .engine.engine import Engine, StepOutput
 from .engine.loop import EngineLoop, Submission, interrupt_between_steps
-from .loading import as_lfm2_cb, check_same_dtype, default_dtype, load_model, load_tokenizer
+from .loading import as_lfm2_cb, check_same_device, check_same_dtype, default_dtype, load_model, load_tokenizer
 from .requests.builder import RequestBuilder
 from .requests.fallback import stock_arguments, stock_generate, stock_outputs
 from .requests.options import GenerateOptions, UnsupportedOptionError
@@ -68,7 +68,8 @@ class ContinuousBatchingGenerator:
             one, and none is given.
         max_batch_tokens: tokens computed a step: the size of a prefill chunk, decodes included.
         max_sequences: requests running at once.
-        cache_memory: of K/V blocks and conv states, as bytes or "512MiB", "2GiB"; committed as it is first used.
+        cache_memory: of K/V blocks and conv states, as bytes or "512MiB", "2GiB"; committed as it is first used. On
+            CUDA also a share of the card's free memory, such as "80%".
         block_size: tokens a cache block: the grain of prefix reuse.
         seed: of the sampling; None takes one from torch's global generator at each call.
         prefix_caching: keep what was computed, and reuse it for prompts that begin alike.
@@ -80,6 +81,7 @@ class ContinuousBatchingGenerator:
             with decodes take smaller prefill chunks, by the times measured so far. None: as long as
             `max_batch_tokens` take, which is best for lists.
         dtype: of a path: "auto", the checkpoint's own, as `from_pretrained` does; or a torch dtype or its name.
+        device: of a path: "cuda", "cuda:1", "cpu" (None); a live model is used where it is.
         weights: "int8" or "int4" stores and streams them in so few bits (embedding and head in 8 at least): a path is
             quantised while it is loaded, a live model is copied. None: as they are.
         cache_dtype: "int8" stores K/V in 8 bits, with a scale for each token and head: nearly twice the tokens of
@@ -95,7 +97,7 @@ class ContinuousBatchingGenerator:
     Raises:
         TypeError: not an LFM2. UnsafeCheckpointError: a checkpoint of pickles. MemoryError: the cache cannot be
         allocated. ValueError: an option out of range, a cache too small for one block, or another
-        `dtype` than a live model's.
+        `dtype` than a live model's; a `device` that is not here, or that low-bit weights do not run on.
         NativeUnavailable: kernels="native", and there is no compiler, or no CPU, or another dtype.
     """
 
@@ -115,6 +117,7 @@ class ContinuousBatchingGenerator:
         kernels: str = EngineConfig.kernels,
         max_step_seconds: float | None = EngineConfig.max_step_seconds,
         dtype: str | torch.dtype | None = "auto",
+        device: str | torch.device | None = None,
         weights: str | None = None,
         cache_dtype: str | None = EngineConfig.cache_dtype,
         trace: str | None = EngineConfig.trace,
@@ -139,7 +142,7 @@ class ContinuousBatchingGenerator:
             adapter_memory=adapter_memory,
         )
         if isinstance(model, str):
-            loaded = load_model(model, dtype, weights=weights)
+            loaded = load_model(model, dtype, weights=weights, device=device)
             tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
             model = loaded
         if is_peft(model):
@@ -147,6 +150,7 @@ class ContinuousBatchingGenerator:
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.model, self.seed = as_lfm2_cb(model, weights), seed
         check_same_dtype(self.model.dtype, dtype)
+        check_same_device(self.model.device, device)
         try:
             self.engine = Engine(self.model, config)
         except (RuntimeError, MemoryError) as error:  # torch's CPU allocator has no class of its own

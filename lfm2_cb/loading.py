@@ -33,6 +33,7 @@ from .model.quantization import (
     OTHERS_REFUSED,
     QUANT_METHOD,
     Lfm2CbQuantizationConfig,
+    check_device,
     check_weights,
     quantize,
     weights_of,
@@ -89,11 +90,24 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return getattr(torch, str(dtype))
 
 
+def parse_device(device: str | torch.device | None) -> torch.device | None:
+    """A device that is here; None: none was named. Raises: ValueError: it is no device, or not here."""
+    if device is None:
+        return None
+    try:
+        found = torch.device(device)
+        torch.empty(1, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:  # torch built without it, or none
+        raise ValueError(f"device {str(device)!r}: {str(error).splitlines()[0]}") from error
+    return found
+
+
 def load_model(
     path: str,
     dtype: str | torch.dtype | None = "auto",
     allow_pickle: bool = False,
     weights: str | None = None,
+    device: str | torch.device | None = None,
 ) -> Lfm2CbForCausalLM:
     """Load a checkpoint folder or hub id in our class; code that comes with it is never run.
 
@@ -102,12 +116,15 @@ def load_model(
             "bfloat16", "float16", to convert to.
         allow_pickle: also read `pytorch_model.bin` (by torch's restricted unpickler).
         weights: "int8" or "int4" quantises while loading, matrix by matrix; None: as the checkpoint is.
+        device: where it goes; None: the CPU.
     Raises:
         TypeError: not an LFM2, quantised by others, or GGUF. UnsafeCheckpointError: pickles only. OSError: not there.
         CheckpointError: damaged, or its files do not go together. ValueError: `dtype`; other `weights` than the
-        checkpoint has.
+        checkpoint has; a `device` that is not here, or that low-bit weights do not run on.
     """
-    wanted = parse_dtype(dtype)
+    wanted, target = parse_dtype(dtype), parse_device(device)
+    if target is not None:
+        check_device(weights, target)
     if _is_gguf(Path(path)):
         raise TypeError(
             f"{path} is GGUF, which lfm2_cb does not read: Lfm2ForCausalLM.from_pretrained(folder, gguf_file=name) "
@@ -140,6 +157,9 @@ def load_model(
         if Path(path, GENERATION_CONFIG_NAME).is_file():  # transformers passes over one that it cannot read
             model.generation_config = GenerationConfig.from_pretrained(path)
     _check_whole(path, report)
+    if target is not None:
+        check_device(weights_of(model), target)
+        model = model.to(target)
     return model
 
 
@@ -193,6 +213,13 @@ def _stored_dtype(slices: dict[str, Any]) -> torch.dtype:
     """The first of a floating kind, as `from_pretrained` takes it where config.json names none."""
     stored = (_SAFETENSORS_DTYPES.get(tensor.get_dtype()) for tensor in slices.values())
     return next((dtype for dtype in stored if dtype is not None), torch.float32)
+
+
+def check_same_device(has: torch.device, asked: str | torch.device | None) -> None:
+    """Raises: ValueError: `device=` goes with a path; a live model is used where it is."""
+    parsed = parse_device(asked)
+    if parsed is not None and (parsed.type != has.type or parsed.index not in (None, has.index)):
+        raise ValueError(f"device={str(asked)!r}, but the model is on {has}: move it before (model.to)")
 
 
 def check_same_dtype(has: torch.dtype, asked: str | torch.dtype | None) -> None:

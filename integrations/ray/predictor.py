@@ -57,8 +57,8 @@ class Lfm2CbPredictor:
         self.generation_kwargs = dict(generation_kwargs or {})
         self.seed = self.generation_kwargs.pop("seed", None)
         engine_options = dict(generator_kwargs or {})
-        network = load_model(model, dtype, weights=engine_options.pop("weights", None))
-        network.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        network = load_model(model, dtype, weights=engine_options.pop("weights", None), device=device)
         self.generator = ContinuousBatchingGenerator(network, load_tokenizer(model), **engine_options)
         options = self.generator.resolve(None, self.generation_kwargs, face="Lfm2CbPredictor")
         if options.num_return_sequences != 1:

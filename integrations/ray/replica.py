@@ -84,8 +84,8 @@ class Replica:
 
     def __init__(self, options: ReplicaOptions) -> None:
         self._options = options
-        model = load_model(options.model, options.dtype, options.allow_pickle, options.weights)
-        model.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu")).eval()
+        device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = load_model(options.model, options.dtype, options.allow_pickle, options.weights, device).eval()
         tokenizer = load_tokenizer(options.model, options.trust_remote_code)
         self._app = build_app(model, tokenizer, continuous_batching_config=options.config(), **options.server)
         self._served: Served = self._app.state.served

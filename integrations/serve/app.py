@@ -21,7 +21,7 @@ from lfm2_cb import __version__
 from lfm2_cb.engine.config import EngineConfig
 from lfm2_cb.hf.manager_config import Lfm2CbBatchingConfig
 from lfm2_cb.hf.methods import init_continuous_batching
-from lfm2_cb.loading import as_lfm2_cb, load_model, load_tokenizer
+from lfm2_cb.loading import as_lfm2_cb, check_same_device, load_model, load_tokenizer
 
 from .adapters import LoadAdapter, UnloadAdapter
 from .answer_form import FormCompiler
@@ -56,6 +56,7 @@ def build_app(
     chat_template_kwargs: dict[str, Any] | None = None,
     weights: str | None = None,
     dtype: str | torch.dtype | None = "auto",
+    device: str | torch.device | None = None,
     cors_origins: Sequence[str] = (),
     adapters: Mapping[str, str] | None = None,
     adapter_endpoints: bool = False,
@@ -72,7 +73,7 @@ def build_app(
             config's, or else a server's (`EngineConfig.for_server`).
         chat_template_kwargs: given to the chat template of every request.
         weights: "int8" or "int4", as in `ContinuousBatchingGenerator`.
-        dtype: of a checkpoint, as in `load_model`.
+        dtype, device: of a checkpoint, as in `load_model`; a live model is served where it is.
         cors_origins: origins whose pages browsers let in; "*": all. None are by default.
         adapters: LoRA adapters, name → folder: a request's `model` picks one.
         adapter_endpoints: let clients load and unload adapters, from any folder that the server can read.
@@ -83,9 +84,10 @@ def build_app(
     if isinstance(model, str):
         name = name or model
         tokenizer = tokenizer or load_tokenizer(model)
-        model = load_model(model, dtype, weights=weights)
+        model = load_model(model, dtype, weights=weights, device=device)
     else:
         model = as_lfm2_cb(model, weights)
+        check_same_device(model.device, device)
     if tokenizer is None:
         raise ValueError("a loaded model needs its tokenizer")
     name = name or getattr(model.config, "name_or_path", "") or "lfm2"

@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from ..engine.config import EngineConfig
-from ..loading import DTYPES, load_model, load_tokenizer
+from ..loading import DTYPES, load_model, load_tokenizer, parse_device
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.quantization import WEIGHTS
 from ..requests.options import CallOptions
@@ -92,11 +92,11 @@ def load_from(args: argparse.Namespace) -> tuple[Lfm2CbForCausalLM, PreTrainedTo
     """Model, on its device, and tokenizer. Raises: UsageError; what `load_model` and `load_tokenizer` raise."""
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch built without it, or none is there
-        raise UsageError(f"--device {device}: {str(error).splitlines()[0]}") from error
-    model = load_model(args.model, args.dtype, args.allow_pickle, args.weights)
-    return model.to(device).eval(), load_tokenizer(args.model, args.trust_remote_code)
+        parse_device(device)
+    except ValueError as error:
+        raise UsageError(f"--{str(error).replace(repr(device), device, 1)}") from error
+    model = load_model(args.model, args.dtype, args.allow_pickle, args.weights, device)
+    return model.eval(), load_tokenizer(args.model, args.trust_remote_code)
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, defaults: EngineConfig | None = None) -> None:

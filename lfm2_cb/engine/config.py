@@ -30,7 +30,7 @@ class EngineConfig:
         max_batch_tokens: tokens computed a step, prefill chunks and decodes together.
         max_sequences: requests running at once.
         cache_memory: of K/V blocks and conv states, as bytes or text such as "512MiB", "2GiB" (`cache_bytes` has the
-            number); committed as it is first used.
+            number); committed as it is first used. On CUDA also a share of the card's free memory, such as "80%".
         block_size: tokens a cache block: the grain of prefix reuse.
         prefix_caching: keep computed blocks and share them between requests.
         policy: a scheduling policy, or its name (`scheduling.policies`).
@@ -76,7 +76,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("max_batch_tokens", "max_sequences", "block_size")}
-        for name, value in {**sizes, "cache_memory": self.cache_bytes, "adapter_memory": self.adapter_bytes}.items():
+        if parse_share(self.cache_memory) is None:
+            sizes["cache_memory"] = self.cache_bytes
+        for name, value in {**sizes, "adapter_memory": self.adapter_bytes}.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if not isinstance(self.prefix_caching, bool):
@@ -102,7 +104,7 @@ class EngineConfig:
 
     @property
     def cache_bytes(self) -> int:
-        """`cache_memory` in bytes."""
+        """`cache_memory` in bytes. Raises: ValueError: it is a share, of which the engine makes bytes."""
         return parse_bytes(self.cache_memory)
 
     @property
@@ -115,6 +117,17 @@ def check_share(name: str, value: Any) -> None:
     """Raises: ValueError: neither None nor a number above 0 and up to 1."""
     if value is not None and not (isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1):
         raise ValueError(f"{name} must be a number above 0 and up to 1, or None, got {value!r}")
+
+
+def parse_share(value: int | str) -> float | None:
+    """0.8 of text such as "80%"; None: it is no share. Raises: ValueError: nothing, or more than there is."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", value) if isinstance(value, str) else None
+    if match is None:
+        return None
+    share = float(match[1]) / 100
+    if not 0 < share <= 1:
+        raise ValueError(f"cache_memory must be above 0 and up to 100%, got {value!r}")
+    return share
 
 
 def parse_bytes(value: int | str, name: str = "cache_memory") -> int:

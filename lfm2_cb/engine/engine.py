@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from .assistant import AssistantModel
 from .chunks import ChunkStore
 from .config import EngineConfig
 from .drafting import Drafter, DraftTracker, PromptLookup, Speculation, StepTimes
+from .memory_budget import cache_budget
 from .runner import ModelRunner
 from .sampler import SamplingParams, history_tensor, sample
 from .tracing import Trace
@@ -50,6 +51,7 @@ class Engine:
     """
 
     def __init__(self, model: Lfm2CbForCausalLM, config: EngineConfig) -> None:
+        config = replace(config, cache_memory=cache_budget(config.cache_memory, model.device))
         self.config = config
         self.plan = CachePlan.from_budget(
             model.config,

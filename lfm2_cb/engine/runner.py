@@ -15,6 +15,7 @@ from ..model.hybrid_cache import CachePlan, HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.padded_batch import PaddedDecodeBatch
 from ..model.placement import place_side_by_side
+from ..model.quantization import check_device, weights_of
 from ..model.ragged_batch import RaggedBatch, Row
 from ..ops.attention.sparse import SparsePrefill
 from ..ops.kernel_set import KernelSet
@@ -34,7 +35,8 @@ class ModelRunner:
     """Owns the model and the cache tensors; runs on the device and in the dtype that the model has.
 
     Raises: ValueError: the config has no layer to cache, or a RoPE variant that would make a request's answer depend
-    on its batch mates. NativeUnavailable: kernels="native" cannot be had.
+    on its batch mates; or low-bit weights on another device than a CPU. NativeUnavailable: kernels="native" cannot be
+    had.
 
     `cascade = False`, on an instance or the class, makes every row read its own keys even where rows share them;
     `capturing = False` runs every step through the model's Python.
@@ -58,6 +60,8 @@ class ModelRunner:
             raise ValueError(f"rope_type={kind!r} depends on the longest sequence of a batch: use stock generate()")
         if not layers_of_type(config, "full_attention") and not layers_of_type(config, "conv"):
             raise ValueError("the config has neither attention nor conv layers")
+        if model.device.type != "cpu":
+            check_device(weights_of(model), model.device)
         self.model, self.kernel_size, self.adapters = model, config.conv_L_cache, adapters
         self.kernels = KernelSet.resolve(kernels, model.device, model.dtype)
         if self.kernels.native is not None:

@@ -60,6 +60,16 @@ def check_weights(weights: str) -> None:
         raise ValueError(f"weights must be one of {', '.join(map(repr, WEIGHTS))} or None, got {weights!r}")
 
 
+def check_device(weights: str | None, device: torch.device) -> None:
+    """Raises: ValueError: low-bit weights that no kernel multiplies there. (torch's own, `_weight_int8pack_mm` and
+    `_weight_int4pack_mm`, take other layouts and leave inputs unrounded, so they would say something else.)"""
+    if weights is not None and device.type not in ("cpu", "meta"):
+        raise ValueError(
+            f'weights={weights!r} runs on CPUs only, and not on {device}: load in full precision ("bfloat16"); '
+            'cache_dtype="int8" saves memory there'
+        )
+
+
 class Lfm2CbQuantizer(HfQuantizer):
     """Puts quantised layers into a model that transformers is about to load, and quantises what goes into them."""
 
