@@ -103,47 +103,61 @@ def process(params: SamplingParams, token_ids: Sequence[int], scores: torch.Tens
 
 
 def draw(
-    scores: torch.Tensor, rngs: Sequence[random.Random], native: NativeKernels | None = None
+    scores: torch.Tensor,
+    rngs: Sequence[random.Random],
+    native: NativeKernels | None = None,
+    index: torch.Tensor | None = None,
 ) -> list[int | Exception]:
     """Draw one place a row from softmax(scores) `[rows, n]` with one uniform number of each row's own generator.
+
+    Args: index: as in `_checked`.
 
     By inversion of the cumulative distribution, summed in fp64: a place of probability 0 is never drawn.
     """
     numbers = [rng.random() for rng in rngs]
     if native is not None:
-        drawn = draw_places(native, scores, numbers).tolist()
-        return [BadLogits("no finite logits") if place < 0 else place for place in drawn]
+        drawn = draw_places(native, scores, numbers)
+        return _checked(drawn.clamp_min(0), torch.where(drawn < 0, torch.nan, 0.0), index)
     cumulative = torch.softmax(scores.double(), dim=-1).cumsum(-1)
     total = cumulative[:, -1:]
     uniform = torch.tensor(numbers, dtype=torch.float64, device=scores.device).unsqueeze(1)
     # `right` steps over places that add nothing; rounding must not step over the last one that adds something.
     target = (uniform * total).clamp(max=total.nextafter(torch.zeros_like(total)))
     places = torch.searchsorted(cumulative, target, right=True)
-    return _checked(places.squeeze(1), total.squeeze(1))
+    return _checked(places.squeeze(1), total.squeeze(1), index)
 
 
 def take_best(
-    scores: torch.Tensor, native: NativeKernels | None = None, masks: TokenMasks | None = None
+    scores: torch.Tensor,
+    native: NativeKernels | None = None,
+    masks: TokenMasks | None = None,
+    index: torch.Tensor | None = None,
 ) -> list[int | Exception]:
     """The most likely place, of those that it may take, of every row of `[rows, n]`; of equal ones natively the first.
 
-    Args: scores: fp32 or bf16.
+    Args: scores: fp32 or bf16. index: as in `_checked`.
     """
     if native is not None:
         places, best = best_places(native, scores, masks)
-        return _checked(places, best)
+        return _checked(places, best, index)
     if masks is not None:
         rows = [row for row, mask in enumerate(masks.mask_of) if mask >= 0]
         scores = scores.float().clone()
         scores[rows] = masked(scores[rows], masks.bits[[masks.mask_of[row] for row in rows]])
     best, places = scores.max(-1)
-    return _checked(places, best)
+    return _checked(places, best, index)
 
 
-def _checked(places: torch.Tensor, evidence: torch.Tensor) -> list[int | Exception]:
-    """Places, or BadLogits where the value that chose one is not finite (NaN anywhere in a row shows in it)."""
-    pairs = zip(places.tolist(), evidence.tolist(), strict=True)
-    return [place if math.isfinite(value) else BadLogits("no finite logits") for place, value in pairs]
+def _checked(places: torch.Tensor, evidence: torch.Tensor, index: torch.Tensor | None) -> list[int | Exception]:
+    """Places, or BadLogits where the value that chose one is not finite (NaN anywhere in a row shows in it).
+
+    All comes from the device in one transfer.
+
+    Args: index: `[rows, n]`, what each place stands for; None: itself.
+    """
+    tokens = places if index is None else index.gather(1, places.unsqueeze(1)).squeeze(1)
+    pairs = torch.stack((tokens.double(), evidence.double()), dim=1).tolist()
+    return [int(token) if math.isfinite(value) else BadLogits("no finite logits") for token, value in pairs]
 
 
 def sample(
@@ -211,14 +225,14 @@ def _process_and_choose(
 
 def _choose(scores: Scores, params: Sequence[SamplingParams]) -> list[int | Exception]:
     sampled = [j for j, p in enumerate(params) if p.do_sample]
-    places: list[int | Exception] = [0] * len(params)
+    tokens: list[int | Exception] = [0] * len(params)
     if len(sampled) < len(params):
-        places = take_best(scores.values, scores.native)
+        tokens = take_best(scores.values, scores.native, index=scores.index)
     if sampled:
-        values = scores.values if len(sampled) == len(params) else scores.values[sampled]
-        for j, place in zip(sampled, draw(values, [params[j].rng for j in sampled], scores.native), strict=True):
-            places[j] = place
-    if scores.index is None:
-        return places
-    ids = scores.index.tolist()
-    return [place if isinstance(place, Exception) else ids[j][place] for j, place in enumerate(places)]
+        values, index = scores.values, scores.index
+        if len(sampled) < len(params):
+            values, index = values[sampled], None if index is None else index[sampled]
+        drawn = draw(values, [params[j].rng for j in sampled], scores.native, index)
+        for j, token in zip(sampled, drawn, strict=True):
+            tokens[j] = token
+    return tokens
