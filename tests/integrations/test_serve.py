@@ -188,7 +188,7 @@ def test_what_asks_for_nothing_is_accepted(chat, complete, greedy):
 def test_drafts_are_made_and_change_no_answer(demo_stock, demo_tokenizer, door):
     limits = Lfm2CbBatchingConfig(drafting="auto" if door == "the engine's flag" else "none")
     text = "one two three four " * 12
-    body = {"ignore_eos": True}
+    body = {"ignore_eos": True, "logit_bias": {"276": 100, "300": 100}}  # answers of two tokens repeat themselves
     if "chat" in door:
         body |= {"messages": [{"role": "user", "content": text}], "max_tokens": 60}
     elif "responses" in door:
@@ -206,7 +206,7 @@ def test_drafts_are_made_and_change_no_answer(demo_stock, demo_tokenizer, door):
         plain = answer()
         assert (server.metrics()["drafted_tokens"] > 0) == (door == "the engine's flag")
         assert answer(**drafting) == plain
-        assert server.metrics()["drafted_tokens"] > server.metrics()["accepted_tokens"] >= 0
+        assert server.metrics()["drafted_tokens"] >= server.metrics()["accepted_tokens"] > 0
 
 
 # The door
