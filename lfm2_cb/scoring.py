@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from .engine.runner import LENGTH_DEPENDENT_ROPE
 from .loading import as_lfm2_cb
 from .model.configuration import rope_type
-from .model.sequence_state import AttentionLayer, ConvLayer
+from .model.sequence_state import AttentionLayer, ConvLayer, SequenceState
 from .ops.attention.reference import causal_attention
 from .ops.kernel_set import KernelSet
 from .ops.short_conv import ragged_short_conv
@@ -169,7 +169,7 @@ class TokenTree:
         return TreeState(self, kernel_size, device, kernels)
 
 
-class TreeState:
+class TreeState(SequenceState):
     """A prefix tree as the `SequenceState` that the layers ask. Every token sees its ancestors, and only those."""
 
     def __init__(self, tree: TokenTree, kernel_size: int, device: torch.device, kernels: KernelSet) -> None:

@@ -197,7 +197,7 @@ class AdaptedKernels(KernelSet):
         tokens: Routing,
         logits: Routing,
     ) -> None:
-        super().__init__(kernels.native)
+        super().__init__(kernels.native, kernels.triton)
         self._layers, self._active = layers, active
         self._tokens, self._logits = tokens, logits
 

@@ -22,6 +22,7 @@ from ..engine.loop import BrokenError
 from ..generator import ContinuousBatchingGenerator
 from ..loading import describe_files
 from ..ops.native import NativeUnavailable
+from ..ops.triton import TritonUnavailable
 from .bench import bench
 from .flags import (
     Parser,
@@ -47,6 +48,8 @@ from .rows import InputError, Source, check_first_rows
 from .serve import add_serve_flags, serve
 from .writer import JobFiles, OutputError, PipeFiles
 
+#: what says that kernels that were asked for cannot be had
+UNAVAILABLE = (NativeUnavailable, TritonUnavailable)
 INPUT_HELP = """JSONL, .parquet, .csv, .tsv, .txt (a prompt a line), a dataset's folder or id; "-": JSONL on standard
 input. Run again, a job goes on where its input is the same: files are compared before, the rows of standard input as
 they come (and more rows at its end are run too)"""
@@ -78,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _say(f"stopped{_advice(args)}", Status.INTERRUPTED)
     except (OutputError, BrokenError) as error:
         return _say(f"stopped: {error}{_advice(args)}", Status.STOPPED)
-    except (ValueError, TypeError, OSError, MemoryError, torch.OutOfMemoryError, NativeUnavailable) as error:
+    except (ValueError, TypeError, OSError, MemoryError, torch.OutOfMemoryError, *UNAVAILABLE) as error:
         return _say(f"error: {' '.join(str(error).split())}", Status.REFUSED)
 
 

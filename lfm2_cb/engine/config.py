@@ -35,7 +35,8 @@ class EngineConfig:
         prefix_caching: keep computed blocks and share them between requests.
         policy: a scheduling policy, or its name (`scheduling.policies`).
         drafting: "auto" to guess tokens by prompt lookup wherever that pays; "none" for requests that ask only.
-        kernels: "native" (C++, compiled once on first use), "torch", or "auto": native on a CPU with a compiler.
+        kernels: "native" (C++, compiled once on first use), "triton" (on CUDA), "torch", or "auto": native on a CPU
+            with a compiler, Triton on CUDA.
         max_step_seconds: how long a step that decodes is to take at most, by the times of steps before it: longer
             prefills are cut into smaller chunks. None or infinity: up to `max_batch_tokens`, however long that takes,
             which is best for lists. A server's default is 0.2: 99 of 100 tokens then come within 0.25 s (0.21, without
@@ -56,7 +57,7 @@ class EngineConfig:
     prefix_caching: bool = _option(True, bool, "keep what was computed, for prompts that begin alike")
     policy: str | Policy = _option("fcfs", str, "who runs next", tuple(POLICIES))  # noqa: RUF009  # it makes a field
     drafting: str = _option("none", str, "guess tokens by prompt lookup wherever it pays", ("auto", "none"))
-    kernels: str = _option("auto", str, "auto: native on a CPU with a C++ compiler", KERNELS)
+    kernels: str = _option("auto", str, "auto: native on a CPU with a C++ compiler, triton on CUDA", KERNELS)
     max_step_seconds: float | None = _option(
         None, float, "how long answers may wait for their next token while prompts are prefilled", server=0.2
     )

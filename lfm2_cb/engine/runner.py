@@ -11,6 +11,7 @@ from ..model.changes import ModelWatch
 from ..model.configuration import layers_of_type, rope_type
 from ..model.conversion import stock_of
 from ..model.decode_batch import DecodeBatch
+from ..model.device_batch import make_batch
 from ..model.hybrid_cache import CachePlan, HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.padded_batch import PaddedDecodeBatch
@@ -109,7 +110,7 @@ class ModelRunner:
                 return logits
             self.captured.invalidate()
         kernels = self.kernels if self.adapters is None else self.adapters.kernels_for(self.kernels, rows)
-        self._batch = RaggedBatch(rows, self.cache, self.kernel_size, shared, kernels)
+        self._batch = make_batch(rows, self.cache, self.kernel_size, shared, kernels)
         with lend(self.arena):
             return self._compute(self._batch)
 

@@ -108,7 +108,7 @@ class HybridCache:
         has_scratch: bool = False,
     ) -> None:
         self.plan, self.device = plan, device
-        self.num_kv_heads = config.num_key_value_heads
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         kv_shape = (plan.num_blocks + has_scratch, config.num_key_value_heads, plan.block_size, head_dim(config))
         num_rows = 1 + plan.num_slots + (plan.num_blocks if plan.checkpoints else 0)
         conv_shape = (num_rows + has_scratch, config.conv_L_cache - 1, config.hidden_size)

@@ -122,8 +122,7 @@ class Lfm2CbAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         kernels = state.kernels
         qkv = kernels.linear(self.qkv_proj, x)
-        q, k, v = kernels.norm_rotate(qkv, self.num_heads, self.q_layernorm, self.k_layernorm, rope)
-        mixed, probabilities = state.attend(self, q, k, v)
+        mixed, probabilities = state.attend_packed(self, qkv, rope)
         return kernels.linear(self.out_proj, mixed), probabilities
 
 
@@ -265,7 +264,7 @@ class Lfm2CbModel(Lfm2CbPreTrainedModel):
 
         hidden_states = inputs_embeds
         kernels, plain = state.kernels, is_plain(self.rotary_emb, Lfm2CbRotaryEmbedding.forward)
-        if plain and kernels.native is not None and position_ids is not None:
+        if plain and not kernels.is_reference and position_ids is not None:
             rope = self.rotary_emb.at(position_ids, hidden_states, kernels)
         else:
             rope = self.rotary_emb(hidden_states, position_ids=position_ids)

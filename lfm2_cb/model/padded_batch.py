@@ -10,11 +10,11 @@ import torch
 from ..ops.kernel_set import KernelSet
 from .hybrid_cache import HybridCache
 from .ragged_batch import Row
-from .sequence_state import AttentionLayer, ConvLayer
+from .sequence_state import AttentionLayer, ConvLayer, SequenceState
 from .static_inputs import StaticInputs
 
 
-class PaddedDecodeBatch:
+class PaddedDecodeBatch(SequenceState):
     """One token of each of up to `num_rows` sequences, in tensors that stay where they are from step to step; after
     `fill`, of others. A device graph captured of a forward over it then holds for them too.
 

@@ -11,10 +11,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..ops.kernel_set import MODULE_CALLS
 from .configuration import Lfm2CbConfig
-from .sequence_state import AttentionLayer, ConvLayer
+from .sequence_state import AttentionLayer, ConvLayer, SequenceState
 
 
-class PaddedState:
+class PaddedState(SequenceState):
     """`[batch, length]` tokens, left or right padded, with or without a stock `Cache`.
 
     Masks are stock's: attention through the backend that `config._attn_implementation` names, and padding zeroed

@@ -15,7 +15,7 @@ from ..ops.attention.sparse import SparsePrefill
 from ..ops.kernel_set import REFERENCE, KernelSet
 from ..ops.native import NativeKernels
 from .hybrid_cache import HybridCache
-from .sequence_state import AttentionLayer, ConvLayer
+from .sequence_state import AttentionLayer, ConvLayer, SequenceState
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Row:
     adapter: int = -1  # place of its adapter; below 0: it has none
 
 
-class RaggedBatch:
+class RaggedBatch(SequenceState):
     """Packed tensors of one step, on the cache's device.
 
     input_ids, position_ids: `[tokens]` int64. logits_index: `[sum of num_logits]` int64, rows of the hidden states.
@@ -58,22 +58,28 @@ class RaggedBatch:
     ) -> None:
         self.cache, self.rows, self.kernel_size, self.kernels = cache, rows, kernel_size, kernels
         self.device = cache.device
-        lengths = np.array([len(row.token_ids) for row in rows])
-        starts = np.array([row.start for row in rows])
-        offsets = np.concatenate(([0], np.cumsum(lengths)))
-        self._offsets = offsets
+        self._lengths = np.array([len(row.token_ids) for row in rows])
+        self._starts = np.array([row.start for row in rows])
+        self._offsets = np.concatenate(([0], np.cumsum(self._lengths)))
+        self.cu_seqlens: list[int] = self._offsets.tolist()
+        self.kv_lens: list[int] = (self._starts + self._lengths).tolist()
+        self._sparse = [row.sparse for row in rows]
+        self._drafted: dict[int, torch.Tensor] | None = {} if any(row.num_drafts for row in rows) else None
+        self._place(shared)
+
+    def _place(self, shared: Sequence[tuple[Sequence[int], int]]) -> None:
+        """Make the tensors of the step."""
+        rows, offsets = self.rows, self._offsets
         # For every packed token: its sequence, and its place in the chunk.
-        sequence = np.repeat(np.arange(len(rows)), lengths)
+        sequence = np.repeat(np.arange(len(rows)), self._lengths)
         place = np.arange(offsets[-1]) - offsets[sequence]
-        position = starts[sequence] + place
+        position = self._starts[sequence] + place
 
         self.input_ids = self._tensor(np.concatenate([np.asarray(row.token_ids) for row in rows]))
         self.position_ids = self._tensor(position)
         self.logits_index = self._tensor(
             np.concatenate([np.arange(end - row.num_logits, end) for row, end in zip(rows, offsets[1:], strict=True)])
         )
-        self.cu_seqlens: list[int] = offsets.tolist()
-        self.kv_lens: list[int] = (starts + lengths).tolist()
         self.slot_mapping = self._slot_mapping(sequence, position)
         self.block_tables = self._block_tables()
         self.shared_prefixes = [
@@ -84,9 +90,8 @@ class RaggedBatch:
             )
             for group, num_blocks in shared
         ]
-        self._sparse = [row.sparse for row in rows]
-        self._packed = self._pack(kernels.native) if kernels.native is not None else None
-        self._plan_conv(sequence, place, lengths)
+        self._packed = self._pack(self.kernels.native) if self.kernels.native is not None else None
+        self._plan_conv(sequence, place)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self.device)
@@ -112,26 +117,26 @@ class RaggedBatch:
         first_keys = [size * count for count in shared_blocks(self.shared_prefixes, len(self.rows))]
         return PackedSequences(native, self.cu_seqlens, self.kv_lens, self.block_tables, first_keys, self._sparse)
 
-    def _plan_conv(self, sequence: np.ndarray, place: np.ndarray, lengths: np.ndarray) -> None:
+    def _plan_conv(self, sequence: np.ndarray, place: np.ndarray) -> None:
         """Work out, once for all layers, which rows of "all states, then the packed inputs" are read for what."""
-        cache, window = self.cache, self.kernel_size - 1
         self._read_rows = self._tensor(np.array([self._read_row(row) for row in self.rows]))
-        distance = np.arange(window, -1, -1)[:, None]
+        distance = np.arange(self.kernel_size - 1, -1, -1)[:, None]
         self._taps = self._tensor(self._extended_index(sequence, place - distance))
-        targets: list[int] = []  # conv state rows written after this step's inputs …
-        ends: list[tuple[int, int]] = []  # … with the window that ends after so many tokens of so-and-so's chunk
-        size = cache.plan.block_size
-        for i, row in enumerate(self.rows):
-            length = int(lengths[i])
-            if row.keeps_state and not row.num_drafts:
-                targets.append(cache.slot_row(row.state_slot))
-                ends.append((i, length))
-            if cache.plan.checkpoints:
-                for boundary in range((row.start // size + 1) * size, row.start + length + 1, size):
-                    targets.append(cache.checkpoint_row(row.block_table[boundary // size - 1]))
-                    ends.append((i, boundary - row.start))
+        writes = [self._state_writes(row) for row in self.rows]
+        targets = [target for own in writes for target, _ in own]
+        ends = [(i, end) for i, own in enumerate(writes) for _, end in own]
         self._write_rows, self._write_index = self._windows(targets, ends)
-        self._drafted: dict[int, torch.Tensor] | None = {} if any(row.num_drafts for row in self.rows) else None
+
+    def _state_writes(self, row: Row) -> list[tuple[int, int]]:
+        """Conv state rows that are written after this step's inputs, and after how many of the row's tokens."""
+        cache, size, length = self.cache, self.cache.plan.block_size, len(row.token_ids)
+        writes = []
+        if row.keeps_state and not row.num_drafts:
+            writes.append((cache.slot_row(row.state_slot), length))
+        if cache.plan.checkpoints:
+            for boundary in range((row.start // size + 1) * size, row.start + length + 1, size):
+                writes.append((cache.checkpoint_row(row.block_table[boundary // size - 1]), boundary - row.start))
+        return writes
 
     def _read_row(self, row: Row) -> int:
         if row.start == 0:

@@ -7,6 +7,8 @@ weights; any other (an adapter's wrapper, a module with hooks or with a patched 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -21,6 +23,10 @@ from .linear.table import DENSE, products
 from .native import NativeKernels, resolve_kernels
 from .pointwise import RMSNorm, add, add_rms_norm, norm_rotate, rms_norm, rotary, rotate, swiglu
 from .short_conv import gated_short_conv
+from .triton import resolve_triton
+
+if TYPE_CHECKING:  # what imports Triton is imported where a device is for it
+    from .triton.kernels import TritonKernels
 
 _global_hooks, _global_pre_hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
 
@@ -34,20 +40,31 @@ def is_plain(module: nn.Module, forward: object) -> bool:
 
 
 class KernelSet:
-    """The native kernels, or the torch reference where `native` is None. For inference: no gradients pass natively.
+    """The native kernels, the Triton kernels, or the torch reference where both are None. For inference: no gradients
+    pass through kernels.
 
-    x is `[tokens, size]` throughout, on the device that the native kernels are for.
+    x is `[tokens, size]` throughout, on the device that the kernels are for.
     """
 
-    def __init__(self, native: NativeKernels | None) -> None:
-        self.native = native
+    def __init__(self, native: NativeKernels | None, triton: TritonKernels | None = None) -> None:
+        self.native, self.triton = native, triton
         dtypes = (torch.float32, torch.bfloat16)
         self._dense = {} if native is None else {dtype: products(DENSE, dtype, native.isa) for dtype in dtypes}
 
     @classmethod
     def resolve(cls, kernels: str, device: torch.device, dtype: torch.dtype) -> KernelSet:
-        """Arguments and errors as of `resolve_kernels`."""
-        return cls(resolve_kernels(kernels, device, dtype))
+        """What a model on this device and in this dtype runs with.
+
+        Args: kernels: "auto": native on a CPU and Triton on CUDA where they can be had, with one log line where not;
+            "native"; "triton"; "torch".
+        Raises: ValueError: another name. NativeUnavailable, TritonUnavailable: what is asked for cannot be had.
+        """
+        return cls(resolve_kernels(kernels, device, dtype), resolve_triton(kernels, device, dtype))
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether everything runs in torch."""
+        return self.native is None and self.triton is None
 
     def linear(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """`module(x)` of a linear layer: `[tokens, out]`."""
@@ -91,7 +108,11 @@ class KernelSet:
     def norm(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """`module(x)` of a norm."""
         weight = _norm_weight(module)
-        return module(x) if weight is None else rms_norm(x, weight, module.eps, self.native)  # type: ignore[arg-type]
+        if weight is None:
+            return module(x)
+        if self.triton is not None and weight.dtype == x.dtype:
+            return self.triton.rms_norm(x, weight, module.eps)  # type: ignore[arg-type]
+        return rms_norm(x, weight, module.eps, self.native)  # type: ignore[arg-type]
 
     def add_norm(
         self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor
@@ -99,6 +120,8 @@ class KernelSet:
         """`x + residual`, and the norm of it."""
         weight = _norm_weight(module)
         if weight is not None:
+            if self.triton is not None and weight.dtype == x.dtype == residual.dtype:
+                return self.triton.add_rms_norm(x, residual, weight, module.eps)  # type: ignore[arg-type]
             return add_rms_norm(x, residual, weight, module.eps, self.native)  # type: ignore[arg-type]
         total = self.add(x, residual)
         return total, module(total)
@@ -117,14 +140,38 @@ class KernelSet:
             return norm_rotate(qkv, heads, q_weight, k_weight, rope, q_norm.eps, self.native)  # type: ignore[arg-type]
         return _norm_rotate(qkv, heads, q_norm, k_norm, rope)
 
+    def norm_rotate_write(
+        self,
+        qkv: torch.Tensor,
+        heads: int,
+        q_norm: nn.Module,
+        k_norm: nn.Module,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        keys: KVBlocks,
+        values: KVBlocks,
+    ) -> torch.Tensor | None:
+        """The same, with keys and values written to the cache at once, as `triton.pointwise.norm_rotate` says: the
+        queries; None: there is no kernel for it, and nothing was done."""
+        q_weight, k_weight = _norm_weight(q_norm), _norm_weight(k_norm)
+        if self.triton is None or q_weight is None or k_weight is None or q_norm.eps != k_norm.eps:
+            return None
+        if not q_weight.dtype == k_weight.dtype == qkv.dtype:
+            return None
+        return self.triton.norm_rotate(qkv, heads, q_weight, k_weight, rope, q_norm.eps, slots, keys, values)  # type: ignore[arg-type]
+
     def rotary(
         self, positions: torch.Tensor, inv_freq: torch.Tensor, scale: float, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `pointwise.rotary`."""
+        if self.triton is not None:
+            return self.triton.rotary(positions, inv_freq, scale, dtype)
         return rotary(positions, inv_freq, scale, dtype, self.native)
 
     def swiglu(self, x: torch.Tensor) -> torch.Tensor:
         """As `pointwise.swiglu`."""
+        if self.triton is not None:
+            return self.triton.swiglu(x)
         return swiglu(x, self.native)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -155,6 +202,8 @@ class KernelSet:
         scaling: float,
     ) -> torch.Tensor:
         """As `decode.decode_attention`, which is what device graphs have."""
+        if self.triton is not None:
+            return self.triton.decode_attention(q, key_cache, value_cache, kv_lens, block_table, scaling)
         return decode_attention(q, key_cache, value_cache, kv_lens, block_table, scaling)
 
     def write_rows(self, blocks: KVBlocks, slot_mapping: torch.Tensor, rows: torch.Tensor) -> None:

@@ -18,18 +18,18 @@ from .self_check import addition_is_right
 
 logger = logging.getLogger("transformers.lfm2_cb")
 
-KERNELS = ("auto", "native", "torch")
+KERNELS = ("auto", "native", "torch", "triton")
 
 
 def resolve_kernels(kernels: str, device: torch.device, dtype: torch.dtype) -> NativeKernels | None:
-    """What a model on this device and in this dtype runs with; None: the torch reference.
+    """What a model on this device and in this dtype runs with; None: Triton's kernels or the torch reference.
 
-    Args: kernels: "auto": native where it can be had, with one log line where a CPU cannot; "native"; "torch".
+    Args: kernels: "auto": native where it can be had, with one log line where a CPU cannot; "native"; others: None.
     Raises: ValueError: another name. NativeUnavailable: "native" cannot be had.
     """
     if kernels not in KERNELS:
         raise ValueError(f"kernels must be one of {', '.join(map(repr, KERNELS))}, got {kernels!r}")
-    if kernels == "torch":
+    if kernels in ("torch", "triton"):
         return None
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         if kernels == "native":
