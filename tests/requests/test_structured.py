@@ -120,7 +120,10 @@ OPTIONS = {
     "top-p": {"do_sample": True, "top_p": 0.8},
     "penalty": {"do_sample": True, "repetition_penalty": 1.5},
     "slow processor": {"do_sample": True, "no_repeat_ngram_size": 4, "typical_p": 0.9},
-    "a processor that undoes it": {"logits_processor": [lambda _, scores: scores.nan_to_num(neginf=100.0)]},
+    "a processor that undoes it": {
+        "do_sample": False,  # else what it has raised leaves nothing of the rest within top_p
+        "logits_processor": [lambda _, scores: scores.nan_to_num(neginf=100.0)],
+    },
     "lookup": {"do_sample": True, "prompt_lookup_num_tokens": 4},
     "other eos": {"do_sample": True, "eos_token_id": [7, 2]},
     "no eos": {"do_sample": True, "eos_token_id": None},
