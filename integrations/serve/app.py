@@ -18,6 +18,7 @@ from starlette.requests import Request
 from transformers import ContinuousBatchingConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lfm2_cb import __version__
+from lfm2_cb.adapters.live import adapters_of, is_peft, stock_within
 from lfm2_cb.engine.config import EngineConfig
 from lfm2_cb.hf.manager_config import Lfm2CbBatchingConfig
 from lfm2_cb.hf.methods import init_continuous_batching
@@ -58,13 +59,14 @@ def build_app(
     dtype: str | torch.dtype | None = "auto",
     device: str | torch.device | None = None,
     cors_origins: Sequence[str] = (),
-    adapters: Mapping[str, str] | None = None,
+    adapters: Mapping[str, Any] | None = None,
     adapter_endpoints: bool = False,
 ) -> FastAPI:
     """An ASGI application over one model, whose engine runs until the application is shut down.
 
     Args:
-        model: one of ours, a live stock LFM2, or the path of a checkpoint (with its tokenizer).
+        model: one of ours, a live stock LFM2, the path of a checkpoint (with its tokenizer), or a live `PeftModel`
+            over stock LFM2, whose adapters are served too.
         name: what clients call it; the path, or the model's own.
         api_key: asked of every request but `/health`. None: of nobody.
         max_queue: sequences that may wait; a request beyond it is answered with 429.
@@ -75,7 +77,8 @@ def build_app(
         weights: "int8" or "int4", as in `ContinuousBatchingGenerator`.
         dtype, device: of a checkpoint, as in `load_model`; a live model is served where it is.
         cors_origins: origins whose pages browsers let in; "*": all. None are by default.
-        adapters: LoRA adapters, name → folder: a request's `model` picks one.
+        adapters: LoRA adapters, name → folder, or a live `PeftModel` that has one of this name: a request's `model`
+            picks one.
         adapter_endpoints: let clients load and unload adapters, from any folder that the server can read.
     Raises: ValueError, TypeError, OSError: an option, or a model that cannot be served.
     """
@@ -85,9 +88,10 @@ def build_app(
         name = name or model
         tokenizer = tokenizer or load_tokenizer(model)
         model = load_model(model, dtype, weights=weights, device=device)
-    else:
-        model = as_lfm2_cb(model, weights)
-        check_same_device(model.device, device)
+    if is_peft(model):
+        adapters, model = {**adapters_of(model), **(adapters or {})}, stock_within(model)
+    model = as_lfm2_cb(model, weights)
+    check_same_device(model.device, device)
     if tokenizer is None:
         raise ValueError("a loaded model needs its tokenizer")
     name = name or getattr(model.config, "name_or_path", "") or "lfm2"
@@ -96,8 +100,8 @@ def build_app(
     config = continuous_batching_config or getattr(model.generation_config, "continuous_batching_config", None)
     config = config or Lfm2CbBatchingConfig.from_engine(EngineConfig.for_server())
     manager = init_continuous_batching(model, model.generation_config, config)
-    for adapter, path in (adapters or {}).items():
-        manager.generator.load_adapter(adapter, path)
+    for adapter, source in (adapters or {}).items():
+        manager.generator.load_adapter(adapter, source)
     manager.warmup()
     manager.start()
     metrics = Metrics(manager)

@@ -62,7 +62,7 @@ class Change:
         if delta.a is not None and delta.b is not None:
             b = tensors[self.module + B].to(delta.b.device, torch.float32) * self.scale
             delta.b.copy_(lay_out(b if ratio is None else b * ratio[:, None]))
-            delta.a.copy_(tensors[self.module + A])
+            delta.a.copy_(lay_out(tensors[self.module + A].T))
         if delta.addend is not None:
             addend = torch.zeros(outputs, device=delta.addend.device)
             if self.b_bias is not None:

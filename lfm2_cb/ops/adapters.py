@@ -15,7 +15,7 @@ import torch
 
 from .native import NativeKernels
 
-#: outputs that lie side by side in `Delta.b`
+#: inputs that lie side by side in `Delta.a`, and outputs in `Delta.b`
 PANEL = 32
 #: bytes: tensors of a `Delta` begin at multiples of it
 ALIGNMENT = 64
@@ -28,9 +28,9 @@ TASK_ROWS = 16
 class Delta(NamedTuple):
     """What an adapter does to the outputs of one stock layer: `y * ratio + expand(shrink(x)) + addend`.
 
-    a: `[rank, in]`; b: `[ceil(out / PANEL), rank, PANEL]`, `PANEL` outputs after another, with zeros beyond the last;
-    both in the model's dtype, and None where only biases change. ratio, addend: fp32 `[ceil(out / PANEL) * PANEL]`, or
-    None.
+    a: `[ceil(in / PANEL), rank, PANEL]`, `PANEL` inputs after another, with zeros beyond the last; b: the same of
+    outputs; both in the model's dtype, and None where only biases change. ratio, addend: fp32
+    `[ceil(out / PANEL) * PANEL]`, or None.
     """
 
     a: torch.Tensor | None
@@ -40,7 +40,7 @@ class Delta(NamedTuple):
 
     @property
     def rank(self) -> int:
-        return 0 if self.a is None else len(self.a)
+        return 0 if self.a is None else self.a.shape[1]
 
     def describe(self) -> list[int]:
         """The `FIELDS` of it."""
@@ -61,8 +61,8 @@ class DeltaShape(NamedTuple):
 
     def carve(self, memory: torch.Tensor, start: int, dtype: torch.dtype) -> Delta:
         """A delta in `num_bytes` of memory (uint8) from `start` on, an aligned place."""
-        panels, tensors = -(-self.out_features // PANEL), []
-        shapes = ((self.rank, self.in_features), (panels, self.rank, PANEL), (panels * PANEL,), (panels * PANEL,))
+        tensors, (inputs, outputs) = [], self._panels()
+        shapes = (inputs, self.rank, PANEL), (outputs, self.rank, PANEL), (outputs * PANEL,), (outputs * PANEL,)
         kinds = (dtype, dtype, torch.float32, torch.float32)
         for size, shape, kind in zip(self._sizes(dtype), shapes, kinds, strict=True):
             tensors.append(memory[start : start + size].view(kind).view(shape) if size else None)
@@ -70,21 +70,30 @@ class DeltaShape(NamedTuple):
         return Delta(*tensors)
 
     def _sizes(self, dtype: torch.dtype) -> tuple[int, int, int, int]:
-        width = -(-self.out_features // PANEL) * PANEL
-        matrices = (self.rank * self.in_features * dtype.itemsize, self.rank * width * dtype.itemsize)
-        return *matrices, 4 * width * self.has_ratio, 4 * width * self.has_addend
+        matrices = [panels * PANEL * self.rank * dtype.itemsize for panels in self._panels()]
+        vector = 4 * PANEL * self._panels()[1]
+        return *matrices, vector * self.has_ratio, vector * self.has_addend  # type: ignore[return-value]
+
+    def _panels(self) -> tuple[int, int]:
+        """Of inputs and of outputs."""
+        return -(-self.in_features // PANEL), -(-self.out_features // PANEL)
 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def lay_out(b: torch.Tensor) -> torch.Tensor:
-    """B `[out, rank]` as a `Delta` has it."""
-    outputs, rank = b.shape
-    whole = b.new_zeros(-(-outputs // PANEL) * PANEL, rank)
-    whole[:outputs] = b
+def lay_out(matrix: torch.Tensor) -> torch.Tensor:
+    """B `[out, rank]`, or A turned, `[in, rank]`, as a `Delta` has it."""
+    size, rank = matrix.shape
+    whole = matrix.new_zeros(-(-size // PANEL) * PANEL, rank)
+    whole[:size] = matrix
     return whole.view(-1, PANEL, rank).transpose(1, 2)
+
+
+def _as_it_was(panels: torch.Tensor, size: int) -> torch.Tensor:
+    """`[rank, size]` in fp32."""
+    return panels.float().transpose(0, 1).flatten(1)[:, :size]
 
 
 def reference_delta(y: torch.Tensor, x: torch.Tensor, delta: Delta) -> torch.Tensor:
@@ -92,8 +101,7 @@ def reference_delta(y: torch.Tensor, x: torch.Tensor, delta: Delta) -> torch.Ten
     outputs = y.shape[-1]
     changed = y.float() if delta.ratio is None else y.float() * delta.ratio[:outputs]
     if delta.a is not None and delta.b is not None:
-        shrunk = x.float() @ delta.a.float().T
-        changed = changed + torch.matmul(shrunk, delta.b.float()).transpose(0, 1).flatten(1)[:, :outputs]
+        changed = changed + x.float() @ _as_it_was(delta.a, x.shape[-1]).T @ _as_it_was(delta.b, outputs)
     if delta.addend is not None:
         changed = changed + delta.addend[:outputs]
     return changed.to(y.dtype)

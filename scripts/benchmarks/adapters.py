@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 from harness.machine import facts
+from harness.roofline import rates as machine_rates
 from harness.workloads import load_model
 from safetensors.torch import save_file
 
@@ -89,10 +91,14 @@ def peft_rate(stock, paths: list[Path], prompts, new_tokens: int) -> float:
     """PEFT's mixed batch: tokens a second from the second token on."""
     import peft
 
-    model = peft.PeftModel.from_pretrained(stock, str(paths[0]), adapter_name="0", low_cpu_mem_usage=True)
-    for i, path in enumerate(paths[1:], 1):
-        model.load_adapter(str(path), str(i), low_cpu_mem_usage=True)
-    model.eval()
+    model = peft.PeftModel.from_pretrained(stock, str(paths[0]), adapter_name="0", autocast_adapter_dtype=False)
+    layers = [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+    config = model.peft_config["0"]
+    for i in range(1, len(paths)):  # as `load_adapter` does, which takes seconds for each: the values do not matter
+        model.peft_config[str(i)] = config
+        for layer in layers:
+            layer.update_layer(str(i), config.r, config.lora_alpha, config)
+    model.to(stock.dtype).eval()
     ids = torch.tensor(prompts)
     times = []
     for count in (1, new_tokens):
@@ -132,6 +138,7 @@ def zipf(generator, names: list[str], exponent: float, num_requests: int, repeat
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="random-350m")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: the one that is quicker here")
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--targets", nargs="+", default=ALL)
@@ -143,7 +150,8 @@ def main() -> None:
     parser.add_argument("--policy", default="fcfs")
     args = parser.parse_args()
     torch.manual_seed(0)
-    model = load_model(args.model, default_dtype())
+    dtype = getattr(torch, args.dtype) if args.dtype else default_dtype()
+    model = load_model(args.model, dtype)
     rng = random.Random(0)
     prompts = [[rng.randrange(10, model.config.vocab_size) for _ in range(16)] for _ in range(args.rows)]
     with tempfile.TemporaryDirectory() as name:
@@ -163,6 +171,13 @@ def main() -> None:
             )
             where = f"{facts()['cpu']}, {model.dtype}, {torch.get_num_threads()} threads"
             print(f"{where}; {budget / 2**20:,.0f} MiB of adapters")
+            read = machine_rates(0.3).get("probe_read_gb_per_s", math.nan)
+            size = sum(change.shape.num_bytes(dtype) for change in generator.engine.adapters.get("0").changes)
+            extra = args.rows / rates["adapters"] - args.rows / rates["base"]
+            print(
+                f"a step takes {1e3 * extra:.1f} ms more, and {args.rows * size / 1e9:.2f} GB of adapters at the rate "
+                f"at which memory is read, {read:.1f} GB/s, {args.rows * size / read / 1e6:.1f} ms"
+            )
             print(
                 f"{args.rows} rows, {args.rows} adapters of rank {args.rank} on {' '.join(args.targets)}: "
                 f"{rates['adapters'] / rates['base']:.2f} × base "
@@ -171,7 +186,7 @@ def main() -> None:
             )
             print(zipf(generator, [f"z{i}" for i in range(1000)], args.zipf, args.requests, 2), flush=True)
         if not args.no_peft:
-            theirs = peft_rate(load_model(args.model, default_dtype()), paths, prompts, 4)
+            theirs = peft_rate(load_model(args.model, dtype), paths, prompts, 4)
             print(f"PEFT's mixed batch: {rates['adapters'] / theirs:.1f} × its {theirs:.1f} tok/s")
 
 

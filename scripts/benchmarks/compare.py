@@ -39,6 +39,7 @@ from harness.workloads import (
     make_workloads,
     save_checkpoint,
 )
+from transformers import PreTrainedConfig
 
 from lfm2_cb import ContinuousBatchingGenerator, default_dtype
 from lfm2_cb.engine.config import EngineConfig, parse_bytes
@@ -245,7 +246,7 @@ def measure(args: argparse.Namespace) -> Report:
         if args.sampling_overhead:
             report.data["sampling_overhead"] = sampling_overhead(run.generator, args.repeats)
         if args.cost_model:
-            fit_cost_model(steps, args.cost_model)
+            fit_cost_model(steps, run.generator.model.config, args.cost_model)
         if args.load:
             run.load()
         run.fresh_processes()
@@ -258,8 +259,8 @@ def measure_machine(args: argparse.Namespace) -> dict[str, float]:
     return machine.measure_card(device) if device.type == "cuda" else machine.measure()
 
 
-def fit_cost_model(steps: list[tuple[int, int, int, float]], path: str) -> None:
-    cost = CostModel.fit(steps)
+def fit_cost_model(steps: list[tuple[int, int, int, float]], config: PreTrainedConfig, path: str) -> None:
+    cost = CostModel.fit(steps, getattr(config, "num_experts", 1), getattr(config, "num_experts_per_tok", 1))
     error = statistics.median(abs(cost.seconds_of(*shape) / seconds - 1) for *shape, seconds in steps)
     print(f"{cost}: median error {error:.0%} over {len(steps)} steps", file=sys.stderr)
     with open(path, "w", encoding="utf-8") as file:

@@ -1,6 +1,7 @@
 # ruff: noqa: E402  (what the extra brings is looked for before it is imported)
 """A server's adapters: `model=` picks one, /v1/models lists them, and they can be loaded where that was asked for."""
 
+import copy
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 openai = pytest.importorskip("openai")
 pytest.importorskip("uvicorn")
-pytest.importorskip("peft")
+peft = pytest.importorskip("peft")
 
 from helpers import demo_prompts, ours
 from serving import Server
@@ -88,6 +89,17 @@ def test_adapters_are_loaded_and_unloaded(server, paths):
     assert post("load", lora_name="new")[0] == 400
     with pytest.raises(openai.NotFoundError):
         server.client.completions.create(model="new", prompt="It was", **GREEDY)
+
+
+def test_a_live_peft_model_is_served_with_its_adapters(server, demo_stock, demo_tokenizer, paths):
+    model = peft.PeftModel.from_pretrained(copy.deepcopy(demo_stock), paths["a1"], adapter_name="a1")
+    with Server(model, demo_tokenizer, adapters={"a2": paths["a2"]}) as live:
+        for name in ("tiny", "a1", "a2"):
+            answers = [
+                client.completions.create(model=name, prompt="It was", **GREEDY).choices[0].text
+                for client in (live.client, server.client)
+            ]
+            assert answers[0] == answers[1]
 
 
 def test_nobody_loads_adapters_where_it_was_not_asked_for(demo_stock, demo_tokenizer, paths):

@@ -13,7 +13,9 @@ def make_delta(shape, dtype, generator):
     start = -memory.data_ptr() % 64
     delta = shape.carve(memory, start, dtype)
     if delta.a is not None:
-        delta.a.copy_(torch.randn(delta.a.shape, generator=generator) / shape.in_features**0.5)
+        delta.a.copy_(
+            lay_out(torch.randn(shape.in_features, shape.rank, generator=generator) / shape.in_features**0.5)
+        )
         delta.b.copy_(lay_out(torch.randn(shape.out_features, shape.rank, generator=generator)))
     for tensor in (delta.ratio, delta.addend):
         if tensor is not None:

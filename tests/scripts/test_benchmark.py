@@ -332,6 +332,17 @@ def test_the_simulators_cost_model_and_the_cost_of_sampling(tmp_path, capsys):
     assert "to a step of 64 rows" in capsys.readouterr().out
 
 
+def test_the_cost_model_knows_the_models_experts(tmp_path):
+    true = compare.CostModel(step=0.01, token=1e-4, row=1e-4, kv_token=1e-6, expert=2e-3, num_experts=32, top_k=4)
+    shapes = [(tokens, rows, 10 * rows) for tokens in (1, 2, 4, 8, 32, 128) for rows in (1, tokens)]
+    steps = [(*shape, true.seconds_of(*shape)) for shape in shapes]
+    config = compare.PreTrainedConfig(num_experts=32, num_experts_per_tok=4)
+    compare.fit_cost_model(steps, config, str(tmp_path / "cost.json"))
+    found = compare.CostModel(**json.loads((tmp_path / "cost.json").read_text()))
+    assert (found.num_experts, found.top_k) == (32, 4)
+    assert found.expert == pytest.approx(true.expert, rel=0.01)
+
+
 def test_an_interrupted_run_keeps_its_readings(monkeypatch, tmp_path):
     out, calls = tmp_path / "out.json", []
 
