@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..native import NativeKernels
-from .dense import few_rows_linear, has_bf16_units, many_rows_linear, matrix_linear, packed_matrix_linear, torch_linear
+from .dense import few_rows_linear, has_bf16_units, many_rows_linear, matrix_linear, torch_linear
 from .int4 import native_linear_int4
 from .int8 import matrix_linear_int8, native_linear_int8
 
@@ -37,9 +37,8 @@ if not has_bf16_units():
     _BF16 = _BF16_WIDENED
 
 #: Measured on one core of a Xeon with AMX, all linears of a step of a 350M model, ms of thread CPU time, minimum of 6:
-#: 6 rows 48.2 and 50.6 by the first two, 7 rows 50.2 and 50.7, 8 rows 56.4 and 51.0; 128 rows 128 and 148 by the last
-#: two, 192 rows 174 and 191, 256 rows 226 and 206 (on a busier machine).
-_BF16_AMX: ByRows = ((6, few_rows_linear), (192, matrix_linear), (inf, packed_matrix_linear))
+#: 6 rows 48.2 and 50.6, 7 rows 50.2 and 50.7, 8 rows 56.4 and 51.0.
+_BF16_AMX: ByRows = ((6, few_rows_linear), (inf, matrix_linear))
 
 TABLE: dict[tuple[str, torch.dtype, str], ByRows] = {
     (DENSE, torch.float32, ANY_ISA): ((16, few_rows_linear), (inf, many_rows_linear)),

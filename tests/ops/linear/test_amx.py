@@ -7,13 +7,21 @@ import ctypes
 import random
 import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from lfm2_cb.ops.kernel_set import KernelSet
-from lfm2_cb.ops.linear.dense import PackedLinear, matrix_linear, packed_matrix_linear
+from lfm2_cb.ops.linear import dense
+from lfm2_cb.ops.linear.dense import (
+    IN_PLACE,
+    PackedLinear,
+    in_place_matrix_linear,
+    matrix_linear,
+    packed_matrix_linear,
+)
 from lfm2_cb.ops.linear.int8 import Int8Weights, matrix_linear_int8, native_linear_int8
 from lfm2_cb.ops.linear.quantized import QuantizedLinear
 from lfm2_cb.ops.linear.table import DENSE, products
@@ -26,7 +34,7 @@ pytestmark = pytest.mark.skipif(
     shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
 )
 ROWS = [1, 2, 13, 15, 16, 17, 31, 32, 33, 48, 65, 130, 300]
-WIDTHS = [1, 2, 31, 32, 33, 63, 64, 100, 512, 1023, 1024, 1025, 2080]
+WIDTHS = [1, 2, 31, 32, 33, 63, 64, 100, 512, 1023, 1024, 1025, 2048, 2080]
 OUTPUTS = [1, 3, 15, 16, 17, 31, 32, 33, 64, 100, 257]
 
 
@@ -61,7 +69,7 @@ class Int8Case:
 # bf16
 
 
-@pytest.fixture(params=[matrix_linear, packed_matrix_linear], ids=["in place", "packed"])
+@pytest.fixture(params=[in_place_matrix_linear, packed_matrix_linear], ids=["in place", "packed"])
 def product(request):
     return request.param
 
@@ -124,10 +132,20 @@ def test_the_emulation_is_the_same_for_every_instruction_set(product):
         assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_both_products_give_the_same_bits(seed, kernels):
-    case = Case(seed)
-    assert torch.equal(matrix_linear(kernels, *case.args), packed_matrix_linear(kernels, *case.args))
+@pytest.mark.parametrize("width", [None, 2048, 4608])  # any; rows a whole way of the cache apart; in chunks
+@pytest.mark.parametrize("seed", range(4))
+def test_both_products_give_the_same_bits(seed, width, kernels):
+    case = Case(seed, width=width)
+    assert torch.equal(in_place_matrix_linear(kernels, *case.args), packed_matrix_linear(kernels, *case.args))
+
+
+def test_weights_are_multiplied_in_place_while_the_inputs_fit_the_cache(kernels, monkeypatch):
+    called = []
+    monkeypatch.setitem(NativeKernels.recorders, threading.get_ident(), lambda _, name, *others: called.append(name))
+    weight = torch.ones(3, 1024, dtype=torch.bfloat16)
+    for rows in (IN_PLACE // 2048, IN_PLACE // 2048 + 1):
+        assert (matrix_linear(kernels, torch.ones(rows, 1024, dtype=torch.bfloat16), weight) == 1024).all()
+    assert called == ["amx_in_place_linear_bf16", "amx_packed_linear_bf16"]
 
 
 def test_more_threads_than_panels_share_the_rows(kernels, product):
@@ -247,9 +265,10 @@ def amx():
     return AsAmx()
 
 
-def test_a_layer_takes_the_units_for_many_rows(amx):
-    layer, kernels = PackedLinear(70, 33).to(torch.bfloat16), KernelSet(amx)
-    few, some = (int(most) for most, _ in products(DENSE, torch.bfloat16, "amx")[:2])
+def test_a_layer_takes_the_units_for_many_rows(amx, monkeypatch):
+    layer, kernels, some = PackedLinear(70, 33).to(torch.bfloat16), KernelSet(amx), 40
+    few = int(products(DENSE, torch.bfloat16, "amx")[0][0])
+    monkeypatch.setattr(dense, "IN_PLACE", some * 70 * 2)
     kernels_by_rows = {
         few: "few_rows_linear_bf16",
         few + 1: "amx_in_place_linear_bf16",

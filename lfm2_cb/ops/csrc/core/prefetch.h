@@ -27,19 +27,28 @@ inline void prefetch_lines(const char* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += LINE) prefetch_line<HINT>(from + i);
 }
 
-// A run of memory, some lines a step, into the second-level cache.
+// Runs of memory of one length, some lines a step, into the second-level cache.
 struct Prefetcher {
-    const char *next, *end;
-    int64_t lines;
+    const char *next, *end;                         // of the run that is asked for now
+    int64_t lines, bytes = 0, stride = 0, more = 0;  // of a run; bytes from one to the next; those behind this one
 
     // [from, end), spread over so many steps
     static Prefetcher over(const char* from, const char* end, int64_t steps) {
         return {from, end, ceil_div(end - from, LINE * steps)};
     }
+    // `runs` of so many bytes, likewise
+    static Prefetcher over(const char* from, int64_t bytes, int64_t stride, int64_t runs, int64_t steps) {
+        return {from, from + bytes, ceil_div(runs * ceil_div(bytes, LINE), steps), bytes, stride, runs - 1};
+    }
 
     void step() {
         const char* stop = end - next < lines * LINE ? end : next + lines * LINE;
         for (; next < stop; next += LINE) prefetch_line<2>(next);
+        if (next >= end && more > 0) {
+            end += stride;
+            next = end - bytes;
+            more--;
+        }
     }
 };
 

@@ -33,7 +33,7 @@ struct ByTiles {
                     copy_tile(inputs, tile, step, rows);
                     amx_bf16::transpose_tile(rows, LINE, to + (tile * steps() + step) * TILE_BYTES);
                 } else {
-                    copy_tile(inputs, tile, step, to + ((tile / 2 * steps() + step) * 2 + tile % 2) * TILE_BYTES);
+                    copy_tile(inputs, tile, step, to + (tile * steps() + step) * TILE_BYTES);
                 }
     }
 

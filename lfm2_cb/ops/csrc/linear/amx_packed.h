@@ -3,12 +3,13 @@
 //
 // The weights, which lie in the module as they are, are packed on their way: a thread lays a block of panels out as
 // tiles of [16 pairs of inputs][16 outputs], once a call, and keeps it in the second-level cache while x passes by in
-// groups of 32 rows; a group's first steps stay in the first-level cache for all panels of the block. Many inputs are
-// taken in chunks, between which sums are kept as tiles. x is laid out once a call, too, as tiles that are copies of it.
+// groups of 32 rows; half a group's first steps stay in the first-level cache for all panels of the block. Many inputs
+// are taken in chunks, between which sums are kept as tiles. x is read as it lies, but for rows that do not fill a group.
 // A tile of sums is then [16 rows][16 outputs], as the result is.
 //
-// (The sizes were measured on one core of a Xeon with AMX and 2 MB of second-level cache: linears of 2,048 rows take as
-// long as with stored packed weights, of 512 rows less.)
+// (The sizes were measured on two cores of a Xeon with AMX and 2 MB of second-level cache each, ms for the linears of 2,048
+// tokens of a 350M model: products of 4,608 inputs in chunks of 24 steps 130, of 36 or 48 113, of 72 132. When x was laid
+// out in tiles first, those of 1,024 inputs and outputs took 29 instead of 23.)
 #pragma once
 
 #include "linear/amx_bf16.h"
@@ -16,39 +17,67 @@
 namespace {
 namespace amx_bf16::packed {
 
-constexpr int64_t GROUP = 2 * TILE_ROWS;       // rows of x that are multiplied together
-constexpr int64_t PAIR = 2 * TILE_BYTES;       // two tiles: a step of a group or of a panel
+constexpr int64_t GROUP = 2 * TILE_ROWS;         // rows of x that are multiplied together
+constexpr int64_t PAIR = 2 * TILE_BYTES;         // two tiles: a step of a panel
 constexpr int64_t BLOCK_BYTES = 12 * 32 * PAIR;  // of packed weights
-constexpr int64_t MOST_PANELS = 12;            // of a block
-constexpr int64_t WHOLE = 64, CHUNK = 24;      // more steps than WHOLE are taken in chunks
-constexpr int64_t KEPT = 18;                   // steps of a group that stay in the first-level cache
-constexpr int64_t SUMS = 4 * TILE_BYTES;       // of a group and a panel
+constexpr int64_t MOST_PANELS = 12;              // of a block
+constexpr int64_t WHOLE = 64, CHUNK = 36;        // more steps than WHOLE are taken in chunks
+constexpr int64_t KEPT = 32;                     // tiles of a group that stay in the first-level cache
+constexpr int64_t SUMS = 4 * TILE_BYTES;         // of a group and a panel
+constexpr int64_t WAY = 4096;  // bytes: what lies so far apart has the same place in the first-level cache
+
+// The rows of a group, from some step on: two rows of tiles, one step after another.
+struct Group {
+    const char *first, *second;
+    int64_t stride, step;  // bytes from row to row, and from step to step
+
+    // Asks for `count` steps of it, in so many steps of work.
+    Prefetcher prefetcher(int64_t count, int64_t steps) const {
+        return stride > LINE ? Prefetcher::over(first, count * step, stride, GROUP, steps)
+                             : Prefetcher::over(first, count * step, second - first, 2, steps);
+    }
+};
 
 template <class Epilogue>
 struct Product {
     Matrix x, weights;
-    const char* packed;  // x in tiles: [group][step][2 tiles]
+    const char* packed;  // x in tiles, [group][2][step], where it does not lie in x.values or is not read from there
     Epilogue epilogue;
 
     int64_t steps() const { return x.steps(); }
-    int64_t chunk() const { return steps() <= WHOLE ? steps() : CHUNK; }
+    int64_t chunk() const { return steps() <= WHOLE ? steps() : ceil_div(steps(), ceil_div(steps(), CHUNK)); }
     int64_t block() const { return max(1, min(MOST_PANELS, BLOCK_BYTES / (chunk() * PAIR))); }
     int64_t panels() const { return ceil_div(weights.rows, PANEL); }
     int64_t groups() const { return ceil_div(x.rows, GROUP); }
+
+    // Groups from this one on are packed: those that are not whole, or whose rows would drive each other out of the cache.
+    int64_t first_packed() const {
+        return x.values && x.columns % STEP == 0 && x.stride() % WAY != 0 ? x.rows / GROUP : 0;
+    }
+    Group group(int64_t g, int64_t step) const {
+        const int64_t first = first_packed();
+        if (g < first) {
+            const char* rows = x.at(g * GROUP, step);
+            return {rows, rows + TILE_ROWS * x.stride(), x.stride(), LINE};
+        }
+        const char* tiles = packed + (2 * (g - first) * steps() + step) * TILE_BYTES;
+        return {tiles, tiles + steps() * TILE_BYTES, LINE, TILE_BYTES};
+    }
 };
 
-// Tiles 0 ... 3 += two tiles of x by two of weights. `kept`: whether x is to stay in the first-level cache.
+// Tiles 0 ... 3 += two tiles of x by two of weights, over some steps. `kept`: whether the first rows of x are to stay in
+// the first-level cache.
 template <bool kept>
-inline void multiply(Tiles& tiles, const char* x, const char* weights, Range steps, Prefetcher& prefetcher) {
-    x += steps.begin * PAIR;
+inline void multiply(Tiles& tiles, const Group& x, const char* weights, Range steps, Prefetcher& prefetcher) {
+    const char *first = x.first + steps.begin * x.step, *second = x.second + steps.begin * x.step;
     weights += steps.begin * PAIR;
-    for (int64_t s = steps.begin; s < steps.end; s++, x += PAIR, weights += PAIR) {
-        kept ? tiles.load<4>(x, LINE) : tiles.stream<4>(x, LINE);
+    for (int64_t s = steps.begin; s < steps.end; s++, first += x.step, second += x.step, weights += PAIR) {
+        kept ? tiles.load<4>(first, x.stride) : tiles.stream<4>(first, x.stride);
         tiles.stream<6>(weights, LINE);
         tiles.multiply_bf16<0, 4, 6>();
         tiles.stream<7>(weights + TILE_BYTES, LINE);
         tiles.multiply_bf16<1, 4, 7>();
-        kept ? tiles.load<5>(x + TILE_BYTES, LINE) : tiles.stream<5>(x + TILE_BYTES, LINE);
+        tiles.stream<5>(second, x.stride);
         tiles.multiply_bf16<2, 5, 6>();
         tiles.multiply_bf16<3, 5, 7>();
         prefetcher.step();
@@ -95,28 +124,29 @@ template <class Epilogue>
 void compute_chunk(Tiles& tiles, const Product<Epilogue>& p, Range groups, Range panels, Range steps, char* scratch,
                    char* sums) {
     const int64_t count = steps.size(), all = p.steps();
+    const bool is_last = steps.end == all;
     for (int64_t i = 0; i < panels.size() * 2; i++)
         for (int64_t s = 0; s < count; s++)
             p.weights.transpose_tile_to(panels.begin * PANEL + i * TILE_ROWS, steps.begin + s,
                                         scratch + (i / 2 * count + s) * PAIR + i % 2 * TILE_BYTES);
     for (int64_t g = groups.begin; g < groups.end; g++) {
-        const char *x = p.packed + (g * all + steps.begin) * PAIR, *next = x + all * PAIR;
-        const int64_t asked = g + 1 < groups.end ? count * PAIR : 0;
-        Prefetcher prefetcher = Prefetcher::over(next, next + asked, panels.size() * count);
+        const Group x = p.group(g, steps.begin), next = p.group(min(g + 1, groups.end - 1), steps.begin);
+        Prefetcher prefetcher = next.prefetcher(count, panels.size() * count);
         for (int64_t i = 0; i < panels.size(); i++, sums += SUMS) {
             if (steps.begin > 0) {
                 load_sums(tiles, sums);
+                prefetch_lines<2>(sums + SUMS, SUMS);
             } else {
                 tiles.zero<0>();
                 tiles.zero<1>();
                 tiles.zero<2>();
                 tiles.zero<3>();
             }
-            if (steps.end == all) prefetch_results(p, g, panels.begin + i);
+            if (is_last) prefetch_results(p, g, panels.begin + i);
             const char* weights = scratch + i * count * PAIR;
             multiply<true>(tiles, x, weights, {0, min(KEPT, count)}, prefetcher);
             multiply<false>(tiles, x, weights, {min(KEPT, count), count}, prefetcher);
-            steps.end == all ? finish(tiles, p, g, panels.begin + i) : store_sums(tiles, sums);
+            is_last ? finish(tiles, p, g, panels.begin + i) : store_sums(tiles, sums);
         }
     }
 }
@@ -127,10 +157,10 @@ void compute(const Product<Epilogue>& p, Range groups, Range panels) {
     char* scratch = (char*)aligned_alloc(LINE, block * chunk * PAIR);
     char* sums = chunk < steps ? (char*)aligned_alloc(LINE, groups.size() * block * SUMS) : nullptr;
     Tiles tiles;
-    for (int64_t first = panels.begin; first < panels.end; first += block)
+    for_each_tile(panels, block, [&](int64_t first, int64_t count) {
         for (int64_t step = 0; step < steps; step += chunk)
-            compute_chunk(tiles, p, groups, {first, min(first + block, panels.end)}, {step, min(step + chunk, steps)},
-                          scratch, sums);
+            compute_chunk(tiles, p, groups, {first, first + count}, {step, min(step + chunk, steps)}, scratch, sums);
+    });
     free(sums);
     free(scratch);
 }
@@ -140,11 +170,12 @@ void linear(Product<Epilogue> p, int64_t threads) {
     const int64_t steps = p.steps(), groups = p.groups(), panels = p.panels();
     // Threads share the panels; where these are few, the rows as well.
     const int64_t row_parts = min(ceil_div(threads, panels), groups), panel_parts = ceil_div(threads, row_parts);
-    char* packed = (char*)aligned_alloc(LINE, groups * steps * PAIR);
+    const int64_t first_packed = p.first_packed(), to_pack = 2 * (groups - first_packed);  // rows of tiles
+    char* packed = to_pack ? (char*)aligned_alloc(LINE, to_pack * steps * TILE_BYTES) : nullptr;
     p.packed = packed;
-    parallel_for(groups * 2, threads, [&](int64_t tile) {
+    parallel_for(to_pack, threads, [&](int64_t i) {
         for (int64_t s = 0; s < steps; s++)
-            p.x.copy_tile(tile * TILE_ROWS, s, packed + (tile / 2 * steps + s) * PAIR + tile % 2 * TILE_BYTES);
+            p.x.copy_tile((2 * first_packed + i) * TILE_ROWS, s, packed + (i * steps + s) * TILE_BYTES);
     });
     parallel_for(row_parts * panel_parts, threads, [&](int64_t task) {
         compute(p, part_of(groups, task % row_parts, row_parts), part_of(panels, task / row_parts, panel_parts));
