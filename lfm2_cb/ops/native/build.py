@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from .instruction_sets import ADDITIONS, EMULATED, EMULATORS, ISAS, ONCE
@@ -163,8 +164,13 @@ def _compile(compiler: str, sources: Path, scratch: Path, for_any_processor: boo
     }
     commands = [[*command, "-o", str(target)] for target, command in jobs.items()]
     width = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    for i in range(0, len(commands), width):
-        _run_all(commands[i : i + width])
+    with ThreadPoolExecutor(width) as pool:
+        compiled = [pool.submit(_run, command) for command in commands]
+        try:
+            for job in compiled:
+                job.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
     library = scratch / "library.so"
     _run([compiler, "-shared", "-pthread", *map(str, jobs), "-o", str(library)])
     return library
@@ -202,28 +208,12 @@ def _known_isas(compiler: str, scratch: Path) -> dict[str, Path]:
     return known
 
 
-def _run_all(commands: Sequence[Sequence[str]]) -> list[str]:
-    """Run commands side by side; their output. Raises: NativeUnavailable: one failed, with what it said."""
-    running: list[subprocess.Popen[str]] = []
-    try:
-        for command in commands:
-            running.append(
-                subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
-                )
-            )
-        outputs = [process.communicate()[0] for process in running]
-    except OSError as error:
-        raise NativeUnavailable(f"{commands[len(running)][0]} does not run: {error}") from error
-    finally:
-        for process in running:
-            if process.poll() is None:
-                process.kill()
-    for process, output in zip(running, outputs, strict=True):
-        if process.returncode:
-            raise NativeUnavailable(f"{' '.join(process.args)} failed: {output.strip()[-500:]}")  # type: ignore[arg-type]
-    return outputs
-
-
 def _run(command: Sequence[str]) -> str:
-    return _run_all([command])[0]
+    """Run a command; its output. Raises: NativeUnavailable: it failed, with what it said."""
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    except OSError as error:
+        raise NativeUnavailable(f"{command[0]} does not run: {error}") from error
+    if done.returncode:
+        raise NativeUnavailable(f"{' '.join(command)} failed: {done.stdout.strip()[-500:]}")
+    return done.stdout

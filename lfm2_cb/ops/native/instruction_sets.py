@@ -43,11 +43,11 @@ EMULATORS = ("plain", "avx2")
 ONCE = ("threads.cpp",)
 #: an instruction set that adds to another: which, and the sources that are compiled for it; the rest is the other's
 ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "avxvnni": ("avx2", ("low_bit.cpp", "low_bit_experts.cpp", "features.cpp")),
-    "vnni": ("avx512", ("low_bit.cpp", "low_bit_experts.cpp", "features.cpp")),
+    "avxvnni": ("avx2", ("int8.cpp", "int8_experts.cpp", "features.cpp")),
+    "vnni": ("avx512", ("int8.cpp", "int8_experts.cpp", "features.cpp")),
     "avx512bf16": ("vnni", ("decode_attention.cpp", "pointwise.cpp", "features.cpp")),
     "amx": ("avx512bf16", (*EMULATED["amx"], "prefill_attention.cpp", "block_mass.cpp", "features.cpp")),
-    "dotprod": ("plain", ("low_bit.cpp", "low_bit_experts.cpp", "features.cpp")),
-    "i8mm": ("dotprod", ("low_bit.cpp", "low_bit_experts.cpp", "features.cpp")),
+    "dotprod": ("plain", ("int8.cpp", "int8_experts.cpp", "features.cpp")),
+    "i8mm": ("dotprod", ("int8.cpp", "int8_experts.cpp", "features.cpp")),
     "bf16": ("i8mm", ("decode_attention.cpp", "features.cpp")),
 }

@@ -39,9 +39,9 @@ def trap(tmp_path_factory):
         pytest.skip("the compiler knows no VNNI")
     flags = [*build.FLAGS, *ISAS["avxvnni"], "-I", str(build.SOURCES), "-DISA=avxvnni", "-shared"]
     pool = build.SOURCES / "core" / "threads.cpp"
-    for source in (build.SOURCES / "linear" / "low_bit.cpp", Path(__file__).parent / "vnni_trap.cpp"):
+    for source in (build.SOURCES / "linear" / "int8.cpp", Path(__file__).parent / "vnni_trap.cpp"):
         build._run([compiler, *flags, str(source), str(pool), "-o", str(folder / source.stem)])
-    yield ctypes.CDLL(str(folder / "vnni_trap")), Instructions(ctypes.CDLL(str(folder / "low_bit")))
+    yield ctypes.CDLL(str(folder / "vnni_trap")), Instructions(ctypes.CDLL(str(folder / "int8")))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 40])

@@ -90,7 +90,7 @@ KERNEL(amx_experts_bf16)(const bf16* x, const int64_t* selected, const bf16* wei
 }
 REPLAYABLE(amx_experts_bf16)
 
-// As experts_int8 (csrc/experts/low_bit_experts.cpp), to the bit. Experts with more rows than `few` are multiplied by
+// As experts_int8 (csrc/experts/int8_experts.cpp), to the bit. Experts with more rows than `few` are multiplied by
 // the matrix units.
 KERNEL(amx_experts_int8)(const void* x, int64_t is_bf16, const int64_t* selected, const void* weights,
                          const int8_t* gate_up, const int16_t* gate_up_sums, const void* gate_up_scales,

@@ -20,7 +20,7 @@ KERNEL(amx_packed_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, b
 }
 REPLAYABLE(amx_packed_linear_bf16)
 
-// As linear_int8 (csrc/linear/low_bit.cpp), with inputs and input_scales of a multiple of 32 rows.
+// As linear_int8 (csrc/linear/int8.cpp), with inputs and input_scales of a multiple of 32 rows.
 KERNEL(amx_linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums,
                         const void* scales, const void* bias, void* inputs, float* input_scales, void* out,
                         int64_t rows, int64_t width, int64_t outputs, int64_t threads) {
