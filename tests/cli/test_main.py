@@ -178,7 +178,14 @@ def test_every_option_of_the_generator_has_a_flag(monkeypatch):
     assert main(["info", MODEL, "--max-step-seconds", "0.25", "--no-prefix-caching", "--max-sequences", "7"]) == 2
     assert (taken["max_step_seconds"], taken["prefix_caching"], taken["max_sequences"]) == (0.25, False, 7)
     options = set(inspect.signature(lfm2_cb.ContinuousBatchingGenerator).parameters)
-    assert options - taken.keys() == {"model", "tokenizer", "dtype", "weights", "seed"}  # of loading, and of each row
+    assert options - taken.keys() == {
+        "model",
+        "tokenizer",
+        "dtype",
+        "device",
+        "weights",
+        "seed",
+    }  # of loading, and of each row
 
 
 def expected_kernels():

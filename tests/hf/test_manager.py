@@ -476,7 +476,7 @@ def test_options_of_our_generator_go_with_our_config(model, stock):
     options = EngineConfig(
         max_batch_tokens=100,
         max_sequences=3,
-        cache_memory="3MiB",
+        cache_memory=3 * 2**20,
         block_size=256,
         prefix_caching=False,
         kernels="torch",

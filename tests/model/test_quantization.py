@@ -180,9 +180,9 @@ def test_saved_and_reloaded_it_is_the_same(tmp_path, weights, loaded, dtype):
 def test_the_command_takes_them(capsys):
     size = ["--cache-memory", "16MiB", "--dtype", "float32"]
     assert main(["info", lfm2_cb.demo_model_path(), "--weights", "int4", *size]) == 0
-    assert "2.9 M parameters" in (out := capsys.readouterr().out) and "int4" in out
+    assert "4.7 M parameters" in (out := capsys.readouterr().out) and "int4" in out
     assert main(["info", lfm2_cb.demo_model_path(), *size]) == 0
-    assert "2.9 M parameters" in (out := capsys.readouterr().out) and "full precision" in out
+    assert "4.7 M parameters" in (out := capsys.readouterr().out) and "full precision" in out
 
 
 def test_another_dtype_says_the_same_to_its_rounding(tmp_path):

@@ -250,11 +250,11 @@ def test_first_tokens_are_counted_from_the_arrival(tiny):
 def test_peak_memory_in_a_fresh_process(tmp_path):
     out = tmp_path / "memory.json"
     arguments = f"--workloads --no-stock --memory single --limit 1 4 --checkpoint {lfm2_cb.demo_model_path()}"
-    arguments += " --weights int8"  # a quarter of the 11.6 MB
+    arguments += " --weights int8"  # a quarter of the 18.7 MB
     compare.main([*TINY, *arguments.split(), "--json", str(out)])
     found = json.loads(out.read_text())["memory"]["ours"]["single"]
     assert found["limit_mb"] == pytest.approx(1.25 * found["weights_mb"] + 2**24 / 1e6 + 500)
-    assert found["peak_rss_mb"] >= found["loaded_mb"] >= found["imports_mb"] > 4 > found["weights_mb"] > 2.9
+    assert found["peak_rss_mb"] >= found["loaded_mb"] >= found["imports_mb"] > 6 > found["weights_mb"] > 4.7
 
 
 def test_a_fresh_process_that_fails_says_so():
