@@ -154,15 +154,14 @@ def test_what_a_grammar_cannot_have_is_the_requests_own_fault(tooled):
 def test_a_call_can_be_required_or_named(ask, tooled, lfm2_tokenizer):
     (end,) = lfm2_tokenizer("]", add_special_tokens=False)["input_ids"]
     numbers = set()
-    for bias in (0, 3):  # the model would make calls without end
-        for choice in ask(tools=TOOLS, tool_choice="required", logit_bias={end: bias}, max_tokens=200, n=3).choices:
+    for bias in (0, 3, 5):  # the model would make calls without end
+        for choice in ask(tools=TOOLS, tool_choice="required", logit_bias={end: bias}, max_tokens=400, n=3).choices:
             if choice.finish_reason == "length":
                 assert choice.message.content.startswith(CALL_START)
                 continue
             assert choice.finish_reason == "tool_calls" and choice.message.content is None
             check_calls(choice.message.tool_calls)
             numbers.add(len(choice.message.tool_calls))
-
     assert numbers, "no answer came to its end"
     (choice,) = ask(tools=TOOLS, tool_choice=NAMED).choices
     check_calls(choice.message.tool_calls)
