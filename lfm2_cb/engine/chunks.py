@@ -27,11 +27,14 @@ from ..model.sequence_state import AttentionLayer
 from ..ops.attention.cascade import attention_with_lse
 from ..ops.attention.kv_blocks import gather
 from ..ops.kernel_set import KernelSet
-from ..ops.pointwise import rotate
+from ..ops.pointwise import rotate_alike
 from ..scheduling.request import Request
 
 #: every which query of a segment is kept, to see how far its attention would move
 QUERY_STRIDE = 16
+
+#: cos and sin of the angles between a position and another, fp32 `[head_dim / 2]`
+Turn = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass
@@ -180,8 +183,8 @@ class ChunkStore:
         marks.append(cache.slot_row(row.state_slot))
         segment = Segment(
             size,
-            {i: gather(cache.keys[i], blocks, size).clone() for i in self.attention},
-            {i: gather(cache.values[i], blocks, size).clone() for i in self.attention},
+            {i: gather(cache.keys[i], blocks, size).contiguous() for i in self.attention},
+            {i: gather(cache.values[i], blocks, size).contiguous() for i in self.attention},
             {i: cache.conv_states[i][marks] for i in self.conv},
         )
         if queries is not None:
@@ -201,30 +204,38 @@ class ChunkStore:
     def deviations(self, placed: Sequence[Placed]) -> Iterator[torch.Tensor]:
         """For each segment and each of its blocks how far the first attention layer's output moves, as a share of its
         length, by attention to the segments before it."""
-        layer = self.attention[0] if self.attention else None
-        keys: list[torch.Tensor] = []
-        for i, place in enumerate(placed):
-            segment = place.segment
-            if layer is None or segment.queries is None or segment.near is None:
-                yield torch.zeros(-(-segment.num_tokens // self.block_size))
-                continue
+        if not self.attention:
+            yield from (torch.zeros(-(-place.segment.num_tokens // self.block_size)) for place in placed)
+            return
+        layer, num_before = self.attention[0], 0
+        turns = [self.turn(place.start) for place in placed]
+        segments = [place.segment for place in placed]
+        keys = torch.cat([self.rotated(s.keys[layer], turn) for s, turn in zip(segments, turns, strict=True)]).float()
+        values = torch.cat([segment.values[layer] for segment in segments]).float()
+        for segment, turn in zip(segments, turns, strict=True):
+            assert segment.queries is not None and segment.near is not None
             moved = torch.zeros(len(segment.queries), device=segment.queries.device)
-            if i:
+            if num_before:
                 near, near_lse = segment.near
-                before = torch.cat(keys), torch.cat([p.segment.values[layer] for p in placed[:i]])
-                far, far_lse = self._attend(self.rotated(segment.queries, place.start), *before)
+                queries = self.rotated(segment.queries, turn)
+                far, far_lse = self._attend(queries, keys[:num_before], values[:num_before])
                 change = torch.sigmoid(far_lse - near_lse).unsqueeze(-1) * (far - near)
                 moved = (change.flatten(1).norm(dim=-1) / near.flatten(1).norm(dim=-1).clamp_min(1e-9)).float()
-            keys.append(self.rotated(segment.keys[layer], place.start))
+            num_before += segment.num_tokens
             block = torch.arange(QUERY_STRIDE - 1, segment.num_tokens, QUERY_STRIDE) // self.block_size
             sums = torch.zeros(-(-segment.num_tokens // self.block_size)).index_add_(0, block, moved.cpu())
             yield sums / block.bincount(minlength=len(sums)).clamp_min(1)
 
-    def rotated(self, x: torch.Tensor, distance: int) -> torch.Tensor:
-        """Keys or queries `[tokens, heads, head_dim]`, rotated to positions further on by `distance`."""
-        angles = distance * self.model.model.rotary_emb.inv_freq.to(x.device).double()
-        cos, sin = (torch.cat((f(angles), f(angles))).to(x.device, torch.float32) for f in (torch.cos, torch.sin))
-        return rotate(x.float(), cos, sin).to(x.dtype)
+    def turn(self, distance: int) -> Turn | None:
+        """The angles by which RoPE turns what stands further on by `distance`; None: it is at its place."""
+        if not distance:
+            return None
+        angles = distance * self.model.model.rotary_emb.inv_freq.double()
+        return angles.cos().float(), angles.sin().float()
+
+    def rotated(self, x: torch.Tensor, turn: Turn | None) -> torch.Tensor:
+        """Keys or queries `[tokens, heads, head_dim]`, by the angles of `turn`."""
+        return x if turn is None else rotate_alike(x, *turn, self.kernels.native)
 
 
 class Reuse:
@@ -257,7 +268,11 @@ class Reuse:
             for place, moved in zip(placed, self.store.deviations(placed), strict=True):
                 for block, distance in enumerate(moved.tolist()):
                     start = place.start + block * size
-                    ranked.append((distance, start, min(start + size, place.end)))
+                    end = min(start + size, place.end)
+                    if place.start > 0:
+                        start = max(start, place.start + self.store.warm_up)
+                    if start < end:
+                        ranked.append((distance, start, end))
         for _, start, end in sorted(ranked, reverse=True):
             if budget < (end - start) // 2:
                 break
@@ -271,18 +286,26 @@ class Reuse:
         store, heads, size = self.store, cache.num_kv_heads, cache.plan.block_size
         table = torch.tensor(block_table, device=cache.device)
         head = torch.arange(heads, device=cache.device)
-        for place in self.placed:
-            position = torch.arange(place.start, place.end, device=cache.device)
-            rows = (table[position // size, None] * heads + head) * size + position[:, None] % size
+        for place, start, end in self._taken():
+            turn, own = store.turn(place.start), slice(start - place.start, end - place.start)
+            position = torch.arange(start, end, device=cache.device)
+            rows = ((table[position // size, None] * heads + head) * size + position[:, None] % size).flatten()
             for i in store.attention:
-                keys = store.rotated(place.segment.keys[i], place.start)
-                cache.write_kv(i, rows.flatten(), keys, place.segment.values[i], store.kernels)
+                keys = store.rotated(place.segment.keys[i][own], turn)
+                cache.write_kv(i, rows, keys, place.segment.values[i][own], store.kernels)
         for _, end in self.gaps:
             place = next(p for p in self.placed if p.start < end <= p.end)
             whole = end == place.end
             mark = -1 if whole else (end - place.start) // size - 1
             for i in store.conv:
                 cache.conv_states[i][cache.checkpoint_row(block_table[end // size])] = place.segment.states[i][mark]
+
+    def _taken(self) -> Iterator[tuple[Placed, int, int]]:
+        """What is taken up of each segment: from and to which token of the prompt."""
+        for place in self.placed:
+            for start, end in self.gaps:
+                if start < place.end and end > place.start:
+                    yield place, max(start, place.start), min(end, place.end)
 
 
 def _without(spans: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

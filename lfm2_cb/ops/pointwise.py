@@ -90,6 +90,20 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def rotate_alike(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, native: NativeKernels | None = None
+) -> torch.Tensor:
+    """Apply RoPE to x `[tokens, heads, head_dim]`, to all by the same angles, in fp32, rounded once.
+
+    Args: cos, sin: fp32 `[head_dim / 2]`. native: as in `rms_norm`.
+    """
+    if native is None or x.dtype not in (torch.float32, torch.bfloat16):
+        return rotate(x.float(), torch.cat((cos, cos)), torch.cat((sin, sin))).to(x.dtype)
+    out, dim = torch.empty(x.shape, dtype=x.dtype), x.shape[-1]
+    native.call("rotate_alike", x.contiguous(), cos, sin, out, x.numel() // dim, dim, x.dtype == torch.bfloat16)
+    return out
+
+
 def norm_rotate(
     qkv: torch.Tensor,
     heads: int,

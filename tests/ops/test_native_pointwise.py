@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lfm2_cb.ops.attention.kv_blocks import write_rows
-from lfm2_cb.ops.pointwise import add, add_rms_norm, norm_rotate, rms_norm, rotary, swiglu
+from lfm2_cb.ops.pointwise import add, add_rms_norm, norm_rotate, rms_norm, rotary, rotate_alike, swiglu
 from lfm2_cb.ops.short_conv import gated_short_conv
 
 pytestmark = pytest.mark.skipif(
@@ -54,6 +54,17 @@ def test_norm_rotate(kernels, dtype, dim, tokens):
         limit = (c - b).abs().max() + (2e-5 if dtype == torch.float32 else 0)  # at most the reference's own error …
         assert (a - b).abs().max() <= 1.1 * limit  # … but for a value that happens to be rounded to the other side
     assert torch.equal(got[2], reference[2])
+
+
+@DTYPES
+@pytest.mark.parametrize("dim", [2, 6, 64, 100])
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_rotate_alike(kernels, dtype, dim, tokens):
+    x, angles = torch.randn(tokens, 3, dim).to(dtype), 100 * torch.rand(dim // 2)
+    got = rotate_alike(x, angles.cos(), angles.sin(), kernels)
+    reference = rotate_alike(x, angles.cos(), angles.sin())
+    assert got.dtype == dtype and (got == reference).float().mean() > (0.98 if dtype == torch.bfloat16 else 0)
+    torch.testing.assert_close(got, reference, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-6)
 
 
 @DTYPES

@@ -86,6 +86,29 @@ void norm_rotate(const T* x, const T* q_weight, const T* k_weight, const T* cosi
     });
 }
 
+// RoPE by the same angles for all rows, rounded once.
+template <class T>
+void rotate_alike(const T* x, const float* cosines, const float* sines, T* out, int64_t rows, int64_t dim,
+                  int64_t num_threads) {
+    const int64_t half = dim / 2;
+    parallel_for(rows, threads_for(rows * dim, num_threads), [&](int64_t row) {
+        const T* from = x + row * dim;
+        T* to = out + row * dim;
+        int64_t i = 0;
+        for (; i + W <= half; i += W) {
+            const vec first = load(from + i), second = load(from + half + i);
+            const vec c = load(cosines + i), s = load(sines + i);
+            store(to + i, first * c - second * s);
+            store(to + half + i, second * c + first * s);
+        }
+        for (; i < half; i++) {
+            const float first = to_float(from[i]), second = to_float(from[half + i]);
+            assign(to + i, first * cosines[i] - second * sines[i]);
+            assign(to + half + i, second * cosines[i] + first * sines[i]);
+        }
+    });
+}
+
 // x * sigmoid(x)
 inline vec silu(vec x, float) { return x / (1.0f + exponential(-x)); }
 
@@ -220,6 +243,13 @@ KERNEL(norm_rotate)(const void* x, const void* q_weight, const void* k_weight, c
                     (const float*)sines, (float*)q, (float*)k, tokens, stride, heads, kv_heads, dim, eps, num_threads);
 }
 REPLAYABLE(norm_rotate)
+
+// x, out [rows, dim], turned by RoPE, all by the same angles; cosines, sines [dim / 2] in fp32
+KERNEL(rotate_alike)(const void* x, const float* cosines, const float* sines, void* out, int64_t rows, int64_t dim,
+                     int64_t is_bf16, int64_t num_threads) {
+    is_bf16 ? rotate_alike((const bf16*)x, cosines, sines, (bf16*)out, rows, dim, num_threads)
+            : rotate_alike((const float*)x, cosines, sines, (float*)out, rows, dim, num_threads);
+}
 
 // cosines, sines [tokens, 2 * half] of positions [tokens] times frequencies [half], both times scale
 KERNEL(rotary)(const int64_t* positions, const void* frequencies, void* cosines, void* sines, int64_t tokens,
