@@ -6,8 +6,8 @@ python scripts/benchmarks/chunk_reuse.py perplexity --texts austen_*.txt
 "speed": prompts that draw 8 of 40 segments of 400 tokens in random order and end in a question; prefix caching alone
 against `chunks=`, each with an engine that has seen nothing, but whose cache's memory the system has committed: that
 happens once in an engine's life, at the first use of each block, and costs both alike. "perplexity" is of a text's
-true continuation by the tiny model, after segments of the text that were computed apart, against all computed in place;
-beside it how far the distributions of these tokens are from those after a full prefill (KL divergence).
+true continuation by the tiny model, after segments of the text that were computed apart, against all computed in
+place; beside it how far the distributions of these tokens are from those after a full prefill (KL divergence).
 """
 
 from __future__ import annotations
