@@ -214,7 +214,7 @@ class Engine:
             turn = heapq.heappop(self.decoding)[2]
             self.num_held -= turn.num_held
             self.num_unshared -= turn.num_held - len(turn.blocks)
-            self.num_kv_tokens -= turn.num_prompt_tokens + turn.num_output_tokens
+            self.num_kv_tokens -= turn.num_prompt_tokens + turn.num_output_tokens - 1  # the last was never computed
             self._touch(turn.known_after)
             ended.append(turn)
         return ended

@@ -44,12 +44,14 @@ def test_users_ask_less_where_answers_take_longer():
 
 def test_chats_that_were_held_are_held_again():
     """What comes back otherwise than it was said is no hit, and a prompt that is being computed is waited for."""
-    args = simulate_fleet.parse(["--requests", "4", "--block-size", "10", "--delay", "0"])
+    args = simulate_fleet.parse(["--requests", "5", "--block-size", "10", "--delay", "0"])  # more than there are
     cost = simulate_fleet.CostModel(step=1.0, token=0.0, row=0.0, kv_token=0.0)
     first = ([1, 2], [1, 2, 3, 4], 25, 20)
     second = ([1, 2, 3, 9], [1, 2, 3, 9, 10], 45, 8)
     chats = [RecordedChat(deque([first, second])) for _ in range(2)]
-    outcome = simulate_fleet.Fleet("round_robin", 1, args, cost, chats).run()
+    fleet = simulate_fleet.Fleet("round_robin", 1, args, cost, chats)
+    outcome = fleet.run()
+    assert fleet.engines["0"].num_kv_tokens == 0, "nothing runs any more"
     assert len(outcome.ttft) == 4 and outcome.prompt_tokens == 2 * (25 + 45)
     assert outcome.cached_tokens == 0 + 20 + 30 + (30 if outcome.ttft[2] == outcome.ttft[3] else 40)
     assert outcome.ttft[1] > outcome.ttft[0]  # the other's prompt, first
