@@ -315,7 +315,10 @@ class Engine:
     def _choose_one(self, choices: list[TokenChoice], logits: torch.Tensor) -> None:
         """Add one token to each choice from its row of `logits`, and note whether that ends its request."""
         histories = [choice.request.token_ids + choice.token_ids for choice in choices]
-        tokens = sample(logits, [choice.request.params for choice in choices], histories, self.runner.native)
+        kernels = self.runner.kernels
+        tokens = sample(
+            logits, [choice.request.params for choice in choices], histories, kernels.native, kernels.triton
+        )
         for choice, history, token in zip(choices, histories, tokens, strict=True):
             if isinstance(token, Exception):
                 choice.reason, choice.error = FinishReason.ERROR, token

@@ -21,6 +21,7 @@ from ..model.ragged_batch import RaggedBatch, Row
 from ..ops.attention.sparse import SparsePrefill
 from ..ops.kernel_set import KernelSet
 from ..ops.native import Arena, NativeKernels, lend
+from ..ops.triton import launching_on
 from ..scheduling.cache_manager import Fork
 from ..scheduling.scheduler import ScheduledRow
 from .captured_steps import CapturedSteps
@@ -104,6 +105,10 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]] = ()) -> torch.Tensor:
         """One packed forward: logits `[sum of num_logits, vocab_size]`. shared: as in `RaggedBatch`."""
+        with launching_on(self.cache.device):
+            return self._forward(rows, shared)
+
+    def _forward(self, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]]) -> torch.Tensor:
         if self.captured is not None:
             if self.capturing and (logits := self.captured.run(rows, shared)) is not None:
                 self._batch = None

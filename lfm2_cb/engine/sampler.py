@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..ops.native import NativeKernels
 from ..ops.sampling import TokenMasks, best_places, draw_places, masked
+from ..ops.triton import launching_on
 from .constraints import Constraint, fill_masks
-from .warpers import Scores, can_batch, process_rows, signature
+from .warpers import Scores, can_batch, process_rows, signature, warping
+
+if TYPE_CHECKING:  # what imports Triton is imported where a device is for it
+    from ..ops.triton.kernels import TritonKernels
 
 #: as transformers' `LogitsProcessor`: (`[1, length]` token ids so far, `[1, vocab]` fp32 scores) → scores
 LogitsProcessor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -165,6 +169,7 @@ def sample(
     params: Sequence[SamplingParams],
     histories: Sequence[Sequence[int]],
     native: NativeKernels | None = None,
+    triton: TritonKernels | None = None,
 ) -> list[int | Exception]:
     """Choose the next token of every row.
 
@@ -172,10 +177,45 @@ def sample(
         logits: `[rows, vocab]` in the model's dtype.
         params: the options of each row.
         histories: each row's prompt and output so far.
-        native: the kernels to run with; None: torch.
+        native, triton: the kernels to run with; None: torch. By Triton's are chosen, in one transfer of tokens, the
+            rows that need nothing else (`_choice`), by the random numbers that they would have otherwise.
     Returns:
         For every row its token, or what went wrong in it; no row's failure touches another.
     """
+    if triton is None:
+        return _sample(logits, params, histories, native)
+    choices = {i: choice for i, p in enumerate(params) if (choice := _choice(p)) is not None}
+    rest = [i for i in range(len(params)) if i not in choices]
+    tokens = _choose_on_device(logits if not rest else logits[list(choices)], choices.values(), triton)
+    others = _sample(logits[rest], [params[i] for i in rest], [histories[i] for i in rest], native) if rest else []
+    token_of = dict(zip((*choices, *rest), (*tokens, *others), strict=True))
+    return [token_of[i] for i in range(len(params))]
+
+
+def _choice(params: SamplingParams) -> tuple[float, int, float, float, float] | None:
+    """How `TritonKernels.choose` chooses the next token, its random number drawn; None: it cannot."""
+    if params.trace is not None or params.constraint is not None or (params.processors and not params.do_sample):
+        return None
+    options = warping(params.processors)
+    return None if options is None else (*options, params.rng.random() if params.do_sample else -1.0)
+
+
+def _choose_on_device(
+    logits: torch.Tensor, choices: Collection[tuple[float, int, float, float, float]], triton: TritonKernels
+) -> list[int | Exception]:
+    if not choices:
+        return []
+    with launching_on(logits.device):
+        tokens = triton.choose(logits, triton.pack_choices(list(choices), logits.device)).tolist()
+    return [token if token >= 0 else BadLogits("no finite logits") for token in tokens]
+
+
+def _sample(
+    logits: torch.Tensor,
+    params: Sequence[SamplingParams],
+    histories: Sequence[Sequence[int]],
+    native: NativeKernels | None,
+) -> list[int | Exception]:
     masks, failed = fill_masks([p.constraint for p in params], histories, logits.shape[-1])
     if any(p.do_sample or p.processors or p.trace for p in params):
         tokens = _process_and_choose(logits, params, histories, masks, native)

@@ -49,6 +49,21 @@ def signature(processors: Sequence[Any]) -> tuple[type, ...]:
     return tuple(type(p) for p in processors)
 
 
+def warping(processors: Sequence[Any]) -> tuple[float, int, float, float] | None:
+    """Temperature, top-k, top-p and min-p of processors that are nothing but these (exactly), in stock's order; those
+    that change nothing are 1, 0, 1 and 0. None: there are others, or one has unusual options."""
+    found: list[Any] = [1.0, 0, 1.0, 0.0]
+    last = -1
+    for processor in processors:
+        place = next((i for i, (kind, _) in enumerate(_WARPERS) if type(processor) is kind), -1)
+        own = vars(processor)
+        unusual = own.get("filter_value", -float("inf")) != -float("inf") or own.get("min_tokens_to_keep", 1) != 1
+        if place <= last or unusual:
+            return None
+        found[place], last = own[_WARPERS[place][1]], place
+    return tuple(found)  # type: ignore[return-value]  # of four
+
+
 def process_rows(
     rows: Sequence[Sequence[Any]],
     histories: Sequence[Sequence[int]],
@@ -139,6 +154,13 @@ def _by_equal_parameters(stage: Sequence[Any], _: Any, scores: Scores) -> Scores
     return replace(scores, values=out)
 
 
+#: in stock's order, with the option of each
+_WARPERS = (
+    (stock.TemperatureLogitsWarper, "temperature"),
+    (stock.TopKLogitsWarper, "top_k"),
+    (stock.TopPLogitsWarper, "top_p"),
+    (stock.MinPLogitsWarper, "min_p"),
+)
 _STAGES: dict[type, Callable[[Sequence[Any], Sequence[Sequence[int]], Scores], Scores]] = {
     stock.TemperatureLogitsWarper: _temperature,
     stock.RepetitionPenaltyLogitsProcessor: _repetition_penalty,

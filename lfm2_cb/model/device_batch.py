@@ -20,11 +20,6 @@ class DeviceBatch(RaggedBatch):
     (a card's cache has them then); rows that attend sparsely do so in torch.
 
     input_ids, position_ids: `[tokens]` int32. logits_index: `[sum of num_logits]` int32.
-
-    Args:
-        num_rows: for decodes only: the most there may be, with `max_blocks` blocks each. Then a CUDA graph captured of
-            a forward over the batch holds, after `fill`, for others too: rows that are left over have no keys, write
-            nothing to the cache, and their logits mean nothing.
     """
 
     def __init__(
@@ -34,12 +29,9 @@ class DeviceBatch(RaggedBatch):
         kernel_size: int,
         shared: Sequence[tuple[Sequence[int], int]] = (),
         kernels: KernelSet = REFERENCE,
-        *,
-        num_rows: int = 0,
-        max_blocks: int = 0,
     ) -> None:
         assert kernels.triton is not None
-        self.num_rows, self.max_blocks, self._triton = num_rows, max_blocks, kernels.triton
+        self._triton = kernels.triton
         super().__init__(rows, cache, kernel_size, shared, kernels)
 
     def _place(self, shared: Sequence[tuple[Sequence[int], int]]) -> None:
@@ -61,17 +53,7 @@ class DeviceBatch(RaggedBatch):
         ]
         group = self.cache.num_heads // self.cache.num_kv_heads
         queries = self._triton.chunk_queries(group)
-        return lay_out(sequences, self.cache.plan.block_size, queries, self.num_rows, self.max_blocks)
-
-    def holds(self, rows: Sequence[Row]) -> bool:
-        """Whether the rows, all decodes (`DecodeBatch.is_decode`), can be put in place of those before."""
-        size = self.cache.plan.block_size
-        return len(rows) <= self.num_rows and all(row.start // size < self.max_blocks for row in rows)
-
-    def fill(self, rows: Sequence[Row]) -> None:
-        """Put other rows in the place of those before. `holds` must be true."""
-        self.rows = rows
-        self.tables.put(self._lay_out())
+        return lay_out(sequences, self.cache.plan.block_size, queries)
 
     # SequenceState
 

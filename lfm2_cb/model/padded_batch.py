@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from ..ops.attention.kv_blocks import KVBlocks
 from ..ops.kernel_set import KernelSet
 from .hybrid_cache import HybridCache
 from .ragged_batch import Row
@@ -45,14 +46,15 @@ class PaddedDecodeBatch(SequenceState):
         assert cache.scratch_block >= 0
         self.cache, self.kernels, self.num_rows, self.max_blocks = cache, kernels, num_rows, max_blocks
         self.inputs_embeds = inputs_embeds
-        writes = 2 * num_rows if cache.plan.checkpoints else num_rows
+        writes = 2 if cache.plan.checkpoints else 1
         self._inputs = StaticInputs(
             {
                 "input_ids": ((num_rows,), torch.int64),
                 "position_ids": ((num_rows,), torch.int64),
                 "slot_mapping": ((num_rows * cache.num_kv_heads,), torch.int64),
+                "slots": ((num_rows,), torch.int64),
                 "read_rows": ((num_rows,), torch.int64),
-                "write_rows": ((writes,), torch.int64),
+                "write_rows": ((num_rows, writes), torch.int64),
                 "kv_lens": ((num_rows,), torch.int32),
                 "block_table": ((num_rows, max_blocks), torch.int32),
             },
@@ -61,13 +63,13 @@ class PaddedDecodeBatch(SequenceState):
         fields = self._inputs.on_device
         self.input_ids, self.position_ids = fields["input_ids"], fields["position_ids"]
         self.kv_lens, self.block_table = fields["kv_lens"], fields["block_table"]
-        self._slot_mapping, self._read_rows = fields["slot_mapping"], fields["read_rows"]
-        self._write_rows = fields["write_rows"]
+        self._slot_mapping, self._slots = fields["slot_mapping"], fields["slots"]
+        self._read_rows, self._write_rows = fields["read_rows"], fields["write_rows"]
         # Rows of "all states, then the inputs" that a token sees, oldest first; its new state are all but the first.
         window, row = kernel_size - 1, np.arange(num_rows)
         seen = np.vstack((row * window + np.arange(window)[:, None], num_rows * window + row))
         self._taps = torch.from_numpy(seen).to(cache.device)
-        self._write_index = self._taps[1:].t().repeat(writes // num_rows, 1).contiguous()
+        self._write_index = self._taps[1:].t().repeat_interleave(writes, dim=0)
         self.fill([])
 
     @property
@@ -88,13 +90,15 @@ class PaddedDecodeBatch(SequenceState):
         host["input_ids"][:count] = [row.token_ids[0] for row in rows]
         host["position_ids"][:count] = starts
         host["kv_lens"][:count] = starts + 1
-        slots = host["slot_mapping"].reshape(-1, heads)
-        slots[:count] = (blocks[:, None] * heads + np.arange(heads)) * size + (starts % size)[:, None]
-        written = host["write_rows"].reshape(-1, self.num_rows)
-        host["read_rows"][:count] = written[0, :count] = [cache.slot_row(row.state_slot) for row in rows]
+        host["slots"][:count] = blocks * size + starts % size
+        by_head = host["slot_mapping"].reshape(-1, heads)
+        by_head[:count] = (blocks[:, None] * heads + np.arange(heads)) * size + (starts % size)[:, None]
+        written = host["write_rows"]
+        # What a row begins from is the last that it writes: the kernel has read it then.
+        host["read_rows"][:count] = written[:count, -1] = [cache.slot_row(row.state_slot) for row in rows]
         if cache.plan.checkpoints:
             ends_block = (starts + 1) % size == 0
-            written[1, :count] = np.where(ends_block, cache.checkpoint_row(0) + blocks, cache.scratch_row)
+            written[:count, 0] = np.where(ends_block, cache.checkpoint_row(0) + blocks, cache.scratch_row)
         table = host["block_table"]
         table[:] = cache.scratch_block
         for i, row in enumerate(rows):
@@ -103,26 +107,42 @@ class PaddedDecodeBatch(SequenceState):
 
         host["input_ids"][count:] = host["position_ids"][count:] = 0
         host["kv_lens"][count:] = 1
-        slots[count:] = (cache.scratch_block * heads + np.arange(heads)) * size
+        host["slots"][count:] = cache.scratch_block * size
+        by_head[count:] = (cache.scratch_block * heads + np.arange(heads)) * size
         host["read_rows"][count:] = HybridCache.ZERO_ROW
-        written[:, count:] = cache.scratch_row
+        written[count:] = cache.scratch_row
         self._inputs.upload()
 
     # SequenceState
 
+    def attend_packed(
+        self, layer: AttentionLayer, qkv: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        norms, caches = (layer.q_layernorm, layer.k_layernorm), self._caches(layer)
+        q = self.kernels.norm_rotate_write(qkv, layer.num_heads, *norms, rope, self._slots, *caches)
+        return super().attend_packed(layer, qkv, rope) if q is None else (self._attend(layer, q), None)
+
     def attend(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        i, kernels = layer.layer_idx, self.kernels
-        self.cache.write_kv(i, self._slot_mapping, k, v, kernels)
-        keys, values = self.cache.keys[i], self.cache.values[i]
-        mixed = kernels.decode_attention(q, keys, values, self.kv_lens, self.block_table, layer.scaling)
-        return mixed.flatten(-2), None
+        self.cache.write_kv(layer.layer_idx, self._slot_mapping, k, v, self.kernels)
+        return self._attend(layer, q), None
+
+    def _caches(self, layer: AttentionLayer) -> tuple[KVBlocks, KVBlocks]:
+        return self.cache.keys[layer.layer_idx], self.cache.values[layer.layer_idx]
+
+    def _attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
+        keys, values = self._caches(layer)
+        mixed = self.kernels.decode_attention(q, keys, values, self.kv_lens, self.block_table, layer.scaling)
+        return mixed.flatten(-2)
 
     def convolve(self, layer: ConvLayer, bcx: torch.Tensor) -> torch.Tensor:
         conv, states = layer.conv, self.cache.conv_states[layer.layer_idx]
-        read = states, self._read_rows, self._taps
-        mixed, _ = self.kernels.short_conv(bcx, *read, conv.weight, conv.bias, self._write_rows, self._write_index)
+        if self.kernels.triton is not None:
+            rows = self._read_rows, self._write_rows
+            return self.kernels.triton.decode_short_conv(bcx, states, conv.weight, conv.bias, *rows)
+        read, written = (states, self._read_rows, self._taps), (self._write_rows.flatten(), self._write_index)
+        mixed, _ = self.kernels.short_conv(bcx, *read, conv.weight, conv.bias, *written)
         return mixed
 
     def mask_padding(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--weights", nargs="*", choices=["int8", "int4"], default=["int8", "int4"])
     parser.add_argument("--cache-dtype", nargs="*", choices=["int8"], default=["int8"], help="empty: leave it out")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--kernels", choices=["auto", "native", "torch"], default="auto")
+    parser.add_argument("--kernels", choices=["auto", "native", "triton", "torch"], default="auto")
     parser.add_argument("--tokens", type=int, default=256, help="random tokens for the 350M; 0 leaves it out")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)

@@ -17,7 +17,7 @@ _aten = torch.ops.aten
 _ASKS = {_aten._local_scalar_dense, _aten.nonzero, _aten.bincount, _aten.masked_select, _aten.equal}
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[Any, Any, Any, list[torch.Tensor]]] = []
@@ -32,7 +32,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class RecordedGraph:
-    def __init__(self, recorder: _Recorder, output: torch.Tensor, log: list[int]) -> None:
+    def __init__(self, recorder: Recorder, output: torch.Tensor, log: list[int]) -> None:
         self._calls, self._output, self._log = recorder.calls, output, log
 
     @torch.inference_mode()
@@ -55,7 +55,7 @@ class RecordedGraphs:
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> RecordedGraph:
         compute()  # as a warm-up
-        with _Recorder() as recorder:
+        with Recorder() as recorder:
             output = compute()
         self.captured.append(len(output))
         return RecordedGraph(recorder, output, self.replayed)

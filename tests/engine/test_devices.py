@@ -1,5 +1,7 @@
 """Where a model runs, said at every door, and what a card's memory allows; without a card."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from helpers import random_stock
@@ -7,10 +9,12 @@ from helpers import random_stock
 import lfm2_cb
 from lfm2_cb import ContinuousBatchingGenerator, loading
 from lfm2_cb.cli.main import main
+from lfm2_cb.engine import runner
 from lfm2_cb.engine.config import EngineConfig
 from lfm2_cb.engine.memory_budget import cache_budget
 from lfm2_cb.loading import load_model
 from lfm2_cb.model.quantization import check_device
+from lfm2_cb.ops.triton import launching_on
 
 CUDA = torch.device("cuda")
 needs_no_card = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
@@ -69,3 +73,22 @@ def test_a_path_is_loaded_there_and_a_live_model_is_used_where_it_is():
         assert generator.model.device.type == "cpu" and len(generator.generate([[5, 6]], max_new_tokens=2)) == 1
     with pytest.raises(ValueError, match="device='meta', but the model is on cpu: move it before"):
         ContinuousBatchingGenerator(random_stock(0), device="meta", cache_memory="4MiB")
+
+
+def test_a_step_is_launched_on_the_models_device(monkeypatch):
+    """Not on the current one, where Triton launches by itself."""
+    assert launching_on(torch.device("cuda:1")).idx == 1
+    entered, inside, outside = [], [], []
+
+    @contextmanager
+    def launching(device):
+        entered.append(device)
+        inside.append(device)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(runner, "launching_on", launching)
+    with ContinuousBatchingGenerator(random_stock(0), cache_memory="4MiB") as generator:
+        generator.model.model.register_forward_pre_hook(lambda *_: None if inside else outside.append(1))
+        generator.generate([[5, 6]], max_new_tokens=2)
+    assert not outside and len(entered) >= 2 and set(entered) == {torch.device("cpu")}

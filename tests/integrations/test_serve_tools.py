@@ -238,7 +238,7 @@ def say(monkeypatch, tokenizer, text):
     (turn,) = tokenizer("<|im_start|>", add_special_tokens=False)["input_ids"]
     header = len(tokenizer("assistant\n", add_special_tokens=False)["input_ids"])
 
-    def sample(logits, params, histories, native=None):
+    def sample(logits, params, histories, *kernels):
         num_said = [history[::-1].index(turn) - header for history in histories]
         return [tokens[min(n, len(tokens) - 1)] for n in num_said]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,6 +44,11 @@ def resolve_triton(kernels: str, device: torch.device, dtype: torch.dtype) -> Tr
     return None
 
 
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Within it Triton's launches go to this device: they go to the current one, wherever the tensors are."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 @functools.cache
 def _load_once(device: torch.device, dtype: torch.dtype) -> TritonKernels | TritonUnavailable:
     """Once a process, a device and a dtype: the kernels, if they come out right there."""
@@ -54,7 +61,8 @@ def _load_once(device: torch.device, dtype: torch.dtype) -> TritonKernels | Trit
         return TritonUnavailable("they run on CUDA; on a CPU only by Triton's interpreter (TRITON_INTERPRET=1)")
     kernels = TritonKernels()
     try:
-        wrong = wrong_kernel(kernels, device, dtype)
+        with launching_on(device):
+            wrong = wrong_kernel(kernels, device, dtype)
     except Exception as error:  # whatever Triton, its compiler or the driver raises
         return TritonUnavailable(f"they do not run: {error!r}")
     return TritonUnavailable(f"{wrong} gives wrong results in {dtype}") if wrong else kernels

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .tables import CONV_TOKENS, StepTables, power_of_two
+from .tables import CONV_TOKENS, TablesOfConv, power_of_two
 
 #: channels of a program. Untimed: no card was there.
 CHANNELS = 128
@@ -70,7 +70,7 @@ def _short_conv(
         age = tl.arange(0, STATE_ROWS)
         for write in range(tl.load(write_first + sequence), tl.load(write_first + sequence + 1)):
             target, seen = tl.load(write_rows + write).to(tl.int64), tl.load(write_ends + write)
-            is_age = age < tl.where(target >= 0, WINDOW, 0)
+            is_age = age < WINDOW
             kept = _products(bcx, state, start, seen - WINDOW + age, is_age, channel, is_channel, hidden, WINDOW)
             tl.debug_barrier()  # the target may be the state itself: all threads have read it
             place_out = (target * WINDOW + age)[:, None] * hidden + channel[None, :]
@@ -78,7 +78,7 @@ def _short_conv(
 
 
 def short_conv(
-    bcx: torch.Tensor, cache: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tables: StepTables
+    bcx: torch.Tensor, cache: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tables: TablesOfConv
 ) -> torch.Tensor:
     """As `ops.short_conv.gated_short_conv`, between the rows of the cache that the tables name.
 

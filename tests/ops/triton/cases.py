@@ -18,8 +18,6 @@ class Step:
     sequences: list[Packed]
     block_size: int
     num_blocks: int
-    num_rows: int = 0
-    width: int = 0
 
     @classmethod
     def random(cls, rng: random.Random, *, most_tokens: int = 20, longest: int = 60, count: int = 4, size: int = 0):
@@ -56,7 +54,12 @@ class Step:
         return [torch.tensor(s.block_table, device=device) for s in self.sequences]
 
     def tables(self, device, chunk_queries: int = 4) -> StepTables:
-        return StepTables(lay_out(self.sequences, self.block_size, chunk_queries, self.num_rows, self.width), device)
+        return StepTables(lay_out(self.sequences, self.block_size, chunk_queries), device)
+
+
+def widened(table: torch.Tensor, rows: int, width: int) -> torch.Tensor:
+    """A block table of some more rows and columns of zeros."""
+    return torch.nn.functional.pad(table, (0, width - table.shape[1], 0, rows - table.shape[0]))
 
 
 def assert_near(got: torch.Tensor, reference, dtype: torch.dtype) -> None:

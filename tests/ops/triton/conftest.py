@@ -10,7 +10,9 @@ import pytest
 import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-collect_ignore = ["test_interpreter.py"] if INTERPRETED else []
+#: those that need neither a card nor the interpreter
+ELSEWHERE = ["test_compile.py", "test_interpreter.py"]
+collect_ignore = ELSEWHERE if INTERPRETED else []
 if not INTERPRETED and not torch.cuda.is_available():
     collect_ignore = ["test_attention.py", "test_engine.py", "test_kernels.py", "test_sampling.py"]
 if INTERPRETED:
@@ -21,7 +23,7 @@ if INTERPRETED:
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if not INTERPRETED and item.path.name != "test_interpreter.py" and item.path.parent.name == "triton":
+        if not INTERPRETED and item.path.name not in ELSEWHERE and item.path.parent.name == "triton":
             item.add_marker(pytest.mark.gpu)
 
 

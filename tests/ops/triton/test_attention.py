@@ -4,12 +4,13 @@ import random
 
 import pytest
 import torch
-from cases import Step, assert_near
+from cases import Step, assert_near, widened
 
 from lfm2_cb.ops.attention.kv_blocks import Int8Blocks, gather, make_blocks, write_rows
 from lfm2_cb.ops.attention.reference import causal_attention
 from lfm2_cb.ops.triton import attention, varlen
 from lfm2_cb.ops.triton.kernels import TritonKernels
+from lfm2_cb.ops.triton.tables import AttentionTables
 
 KERNELS = TritonKernels()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -75,9 +76,9 @@ def test_a_row_does_not_depend_on_who_shares_its_batch(device, monkeypatch):
     q = torch.randn(step.num_tokens, 4, 16, generator=generator).to(device)
     whole = KERNELS.attend(q, *caches, step.tables(device, attention.chunk_queries(2)), 0.25)
     for i, s in enumerate(step.sequences):
-        alone = Step([s], step.block_size, step.num_blocks, width=20)
+        own = Step([s], step.block_size, step.num_blocks).tables(device, attention.chunk_queries(2))
         rows = slice(step.cu_seqlens[i], step.cu_seqlens[i + 1])
-        tables = alone.tables(device, attention.chunk_queries(2))
+        tables = AttentionTables(own.first, own.kv_lens, widened(own.block_tables, 1, 20), own.decodes, own.chunks)
         assert torch.equal(KERNELS.attend(q[rows], *caches, tables, 0.25), whole[rows])
 
 
@@ -87,10 +88,10 @@ def test_rows_that_fill_up_a_step_are_zeros_and_touch_nobody(device):
     for s in step.sequences:
         s.token_ids = [0]
     caches = fill(step, 2, 32, torch.float32, False, device, generator)
-    step.num_rows, step.width = 8, 30
+    count, table = len(step.sequences), widened(step.tables(device).block_tables, 8, 30)
+    kv_lens = torch.tensor([*step.kv_lens, *[0] * (8 - count)], dtype=torch.int32, device=device)
     q = torch.randn(8, 6, 32, generator=generator).to(device)
-    got = KERNELS.attend(q, *caches, step.tables(device), 0.2)
-    count = len(step.sequences)
+    got = KERNELS.decode_attention(q, *caches, kv_lens, table, 0.2)
     torch.testing.assert_close(got[:count], by_torch(step, q[:count], caches, 0.2)(torch.float32))
     assert not got[count:].any()
 
@@ -104,8 +105,7 @@ def test_decode_attention_equals_torch(device):
             s.token_ids = [0]
         caches = fill(step, 2, 16, torch.float32, seed % 2 == 1, device, generator)
         q = torch.randn(step.num_tokens, 4, 16, generator=generator).to(device)
-        step.width = 12
-        table = step.tables(device).block_tables
+        table = widened(step.tables(device).block_tables, len(step.sequences), 12)
         kv_lens = torch.tensor(step.kv_lens, dtype=torch.int32, device=device)
         got = KERNELS.decode_attention(q, *caches, kv_lens, table, 0.25)
         assert_near(got, by_torch(step, q, caches, 0.25), torch.float32)

@@ -4,12 +4,12 @@ import random
 
 import pytest
 import torch
-from helpers import ours, random_prompts, random_stock
+from engine.recorded_graphs import RecordedGraphs, Recorder
+from helpers import random_prompts, random_stock
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
 from lfm2_cb import ContinuousBatchingGenerator
-from lfm2_cb.model.device_batch import DeviceBatch
-from lfm2_cb.model.hybrid_cache import CachePlan, HybridCache
-from lfm2_cb.model.ragged_batch import Row
+from lfm2_cb.engine import padded_steps, runner
 from lfm2_cb.ops.kernel_set import KernelSet
 from lfm2_cb.ops.triton import TritonUnavailable
 
@@ -22,9 +22,38 @@ def expected(stock, prompts, count):
     return [output[len(p) :].tolist() for output, p in zip(outputs, prompts, strict=True)]
 
 
-@pytest.mark.parametrize("seed", [0, 2])
-def test_greedy_tokens_equal_stock(device, seed):
+@pytest.fixture
+def graphs(device, monkeypatch):
+    """On a CPU operators and kernels are recorded. Attributes: as `RecordedGraphs`; launched: names of kernels."""
+    made = RecordedGraphs()
+    made.launched = set()
+    if device.type == "cpu":
+        from triton.runtime.interpreter import InterpretedFunction
+
+        run = InterpretedFunction.run
+
+        def launch(kernel, args, kwargs):
+            run(kernel, *args, **kwargs)
+            return []
+
+        def record(kernel, *args, **kwargs):
+            recorder = _get_current_dispatch_mode()
+            with _disable_current_modes():
+                launch(kernel, args, kwargs)
+            if isinstance(recorder, Recorder):
+                recorder.calls.append((launch, (kernel, args, kwargs), {}, []))
+                made.launched.add(kernel.__name__)
+
+        monkeypatch.setattr(InterpretedFunction, "run", record)
+        monkeypatch.setattr(padded_steps, "FIRST_TOKENS", 64)
+        monkeypatch.setattr(runner, "graphs_for", lambda kernels, device: made)
+    return made
+
+
+@pytest.mark.parametrize(("seed", "captured"), [(0, False), (7, True)])
+def test_greedy_tokens_equal_stock(device, seed, captured, request):
     """Prompts cut into chunks, more than run at once: chunks, decodes, checkpoints, and states that are restored."""
+    graphs = request.getfixturevalue("graphs") if captured else None
     stock = random_stock(seed).to(device)
     prompts = random_prompts(random.Random(seed), 3, 25)
     prompts.append(prompts[0] + [7])  # begins with cached blocks
@@ -34,6 +63,9 @@ def test_greedy_tokens_equal_stock(device, seed):
         outputs = generator.generate(prompts, max_new_tokens=4, **GREEDY)
         generator.engine.scheduler.cache.check_integrity([])
     assert [output.token_ids for output in outputs] == expected(stock, prompts, 4)
+    if graphs is not None and device.type == "cpu":
+        assert graphs.captured == [4, 2, 1] and len(graphs.replayed) >= 3
+        assert graphs.launched == {"_rms_norm", "_rotary", "_norm_rotate", "_attention", "_swiglu", "_short_conv"}
 
 
 def test_drafts_sampling_and_an_8_bit_cache(device):
@@ -50,42 +82,6 @@ def test_drafts_sampling_and_an_8_bit_cache(device):
         with ContinuousBatchingGenerator(stock, **options) as generator:
             found[kernels] = [output.token_ids for output in generator.generate(prompts, **sampled)]
     assert found["torch"] == found["triton"]
-
-
-def test_a_step_that_is_filled_again_is_at_its_addresses(device):
-    """As a CUDA graph needs it; rows left over touch nothing."""
-    model = ours(random_stock(0)).to(device)
-    kernels = KernelSet.resolve("triton", model.device, model.dtype)
-    plan = CachePlan(8, 4, 4, 0, 0, True)
-    rng = random.Random(0)
-    contexts = [[rng.randrange(3, 60) for _ in range(n)] for n in (5, 7, 3)]
-    logits = {}
-    with torch.inference_mode():
-        for filled in (False, True):
-            cache = HybridCache(model.config, plan, model.dtype, model.device)
-            rows = [Row(ids[:-1], 0, [2 * i, 2 * i + 1], i) for i, ids in enumerate(contexts)]
-
-            def forward(batch):
-                state = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, "state": batch}
-                return model.model(**state, use_cache=False).last_hidden_state
-
-            forward(DeviceBatch(rows, cache, model.config.conv_L_cache, kernels=kernels))
-            last = [Row(ids[-1:], len(ids) - 1, [2 * i, 2 * i + 1], i, None, 1) for i, ids in enumerate(contexts)]
-            if not filled:
-                batch = DeviceBatch(last, cache, model.config.conv_L_cache, kernels=kernels)
-                logits[filled] = forward(batch)
-            else:
-                sizes = {"num_rows": 4, "max_blocks": 6}
-                batch = DeviceBatch(last[:1], cache, model.config.conv_L_cache, kernels=kernels, **sizes)
-                address = batch.tables.device.data_ptr()
-                assert batch.holds(last)
-                batch.fill(last)
-                assert batch.tables.device.data_ptr() == address
-                logits[filled] = forward(batch)[:3]
-            states = {i: x.clone() for i, x in cache.conv_states.items()}
-            logits[filled, "states"] = torch.cat([x.flatten() for x in states.values()] or [torch.zeros(1)])
-    torch.testing.assert_close(logits[True], logits[False], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(logits[True, "states"], logits[False, "states"], rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_be_had_is_refused_by_name(device):

@@ -10,23 +10,18 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("name", ["test_attention.py", "test_engine.py", "test_kernels.py", "test_sampling.py"])
-def test_under_the_interpreter(name):
+FILES = ("test_attention.py", "test_engine.py", "test_kernels.py", "test_sampling.py")
+
+
+def test_under_the_interpreter():
     pytest.importorskip("triton")
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-x",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        str(HERE / name),
-    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     run = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1"}, cwd=HERE.parents[2], capture_output=True, text=True
+        [*command, *(str(HERE / name) for name in FILES)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=HERE.parents[2],
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0 and " skipped" not in run.stdout, run.stdout + run.stderr
 

@@ -2,12 +2,11 @@
 
 import random
 
-import pytest
 import torch
 from cases import Step, assert_near
 
 from lfm2_cb.ops import pointwise as reference
-from lfm2_cb.ops.attention.kv_blocks import Int8Blocks, make_blocks, write_rows
+from lfm2_cb.ops.attention.kv_blocks import make_blocks, write_rows
 from lfm2_cb.ops.short_conv import gated_short_conv
 from lfm2_cb.ops.triton.kernels import TritonKernels
 
@@ -56,8 +55,9 @@ def test_rotary(device):
             torch.testing.assert_close(one.float(), expected, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("cache", ["whole", "int8"])
-def test_norm_rotate_and_write(device, cache):
+def test_norm_rotate_and_write(device):
+    """Queries and keys are no further from fp64 than torch's; values are as they came; and 8 bits are what torch makes
+    of the keys and values that the kernel writes to a whole cache."""
     for seed, dtype in SHAPES:
         rng, randn = random.Random(seed), random_tensors(seed, dtype, device)
         step = Step.random(rng, most_tokens=3, longest=20, count=1)
@@ -70,8 +70,9 @@ def test_norm_rotate_and_write(device, cache):
             slots[-1] = -1
         rope = reference.rotary(tables.positions, torch.rand(dim // 2, device=device), 1.0, dtype)
         shape = step.num_blocks, kv_heads, step.block_size, dim
-        caches = [make_blocks(shape, torch.int8 if cache == "int8" else dtype, device) for _ in range(4)]
-        got = KERNELS.norm_rotate(qkv, heads, q_weight, k_weight, rope, 1e-5, slots, *caches[:2])
+        keys, values = (make_blocks(shape, dtype, device) for _ in range(2))
+        inputs = qkv, heads, q_weight, k_weight, rope, 1e-5, slots
+        got = KERNELS.norm_rotate(*inputs, keys, values)
 
         def by_torch(t):
             parts = (qkv, q_weight, k_weight, *rope)  # noqa: B023
@@ -79,41 +80,29 @@ def test_norm_rotate_and_write(device, cache):
             return reference.norm_rotate(x, heads, wq, wk, (cos, sin), 1e-5)  # noqa: B023
 
         assert_near(got, lambda t: by_torch(t)[0], dtype)
-        _, k, v = by_torch(dtype)
         written = slots >= 0
         token_slots = slots[written].long()
         block, offset = token_slots // step.block_size, token_slots % step.block_size
-        rows = ((block[:, None] * kv_heads + torch.arange(kv_heads, device=device)) * step.block_size) + offset[
-            :, None
-        ]
-        for blocks, ours, x, place in ((caches[2], caches[0], k, 1), (caches[3], caches[1], v, 2)):
-            write_rows(blocks, rows.flatten(), x[written])
-            exact = lambda t: by_torch(t)[place][written]  # noqa: B023, E731
-            if isinstance(ours, Int8Blocks):
-                scale = ours.scale[block, :, offset].float()
-                numbers = ours.values[block, :, offset].float() * scale
-                rounding = torch.finfo(dtype).eps * exact(torch.float32).abs().amax(
-                    -1, keepdim=True
-                )  # of keys, before they are written
-                assert ((numbers - exact(torch.float32)).abs() <= 0.51 * scale + 4 * rounding).all()
-            if x is v:
-                for one, expected in zip(tensors(ours), tensors(blocks), strict=True):
-                    assert torch.equal(one, expected)
-            elif cache == "whole":
-                assert_near(ours[block, :, offset], exact, dtype)
-            untouched = torch.ones(shape[0], shape[2], dtype=torch.bool)
-            untouched[block, offset] = False
-            assert not any(one.transpose(1, 2)[untouched].any() for one in tensors(ours))
-
-
-def tensors(blocks):
-    return (blocks.values, blocks.scale) if isinstance(blocks, Int8Blocks) else (blocks,)
+        assert_near(keys[block, :, offset], lambda t: by_torch(t)[1][written], dtype)  # noqa: B023
+        assert torch.equal(values[block, :, offset], by_torch(dtype)[2][written])
+        untouched = torch.ones(shape[0], shape[2], dtype=torch.bool)
+        untouched[block, offset] = False
+        assert not any(one.transpose(1, 2)[untouched].any() for one in (keys, values))
+        if seed % 2:
+            in_8_bits = [make_blocks(shape, torch.int8, device) for _ in range(2)]
+            assert torch.equal(KERNELS.norm_rotate(*inputs, *in_8_bits), got)
+            every_head = torch.arange(kv_heads, device=device)
+            rows = ((block[:, None] * kv_heads + every_head) * step.block_size + offset[:, None]).flatten()
+            for ours, whole in zip(in_8_bits, (keys, values), strict=True):
+                by_rows = make_blocks(shape, torch.int8, device)
+                write_rows(by_rows, rows, whole[block, :, offset])
+                assert torch.equal(ours.values, by_rows.values) and torch.equal(ours.scale, by_rows.scale)
 
 
 def conv_step(rng, kernel):
     """A step whose sequences begin from and write states as in the engine, and one that overwrites a checkpoint that
     it began from."""
-    step = Step.random(rng, most_tokens=rng.choice([3, 3, 18]), longest=40, count=2, size=rng.choice([5, 8, 16]))
+    step = Step.random(rng, most_tokens=rng.choice([3, 3, 3, 18]), longest=40, count=2, size=rng.choice([8, 16]))
     num_slots, size = len(step.sequences), step.block_size
     for i, s in enumerate(step.sequences):
         checkpoint = lambda block: 1 + num_slots + block  # noqa: E731

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as stock
 
-from lfm2_cb.engine.sampler import SamplingParams, sample
+from lfm2_cb.engine.sampler import BadLogits, SamplingParams, Trace, sample
 from lfm2_cb.ops.triton import sampling
 from lfm2_cb.ops.triton.kernels import TritonKernels
 from lfm2_cb.ops.triton.sampling import Choice
@@ -27,12 +27,12 @@ def params_of(choice, seed):
 
 
 def random_choice(rng, vocab):
-    if rng.random() < 0.2:
+    if rng.random() < 0.3:
         return Choice()
     return Choice(
         rng.choice([0.3, 0.7, 1.0, 1.7]),
-        rng.choice([0, 0, 1, 5, 50, vocab, vocab + 5]),
-        rng.choice([1.0, 0.95, 0.6, 0.1]),
+        rng.choice([0, 0, 0, 1, 5, 20, vocab, vocab + 5]),
+        rng.choice([1.0, 1.0, 0.95, 0.6, 0.1]),
         rng.choice([0.0, 0.0, 0.05, 0.5]),
         0.0,
     )
@@ -44,7 +44,7 @@ def test_equals_the_sampler(device, tile, monkeypatch):
     monkeypatch.setattr(sampling, "TILE", tile)
     for seed in range(100):
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        rows, vocab = rng.choice([1, 1, 2]), rng.randint(2, 64)
+        rows, vocab = rng.choice([1, 1, 1, 2]), rng.randint(2, 48)
         logits = (rng.choice([1, 4]) * torch.randn(rows, vocab, generator=generator)).to(DTYPES[seed % 3])
         choices = [random_choice(rng, vocab) for _ in range(rows)]
         params = [params_of(choice, 10 * seed + i) for i, choice in enumerate(choices)]
@@ -70,9 +70,43 @@ def test_greedy_takes_the_first_of_equals_and_no_row_that_is_not_finite(device):
         assert got[0] in ([1] if uniform < 0 else [1, 2]) and got[1:] == [-1, -1, -1, 2]
 
 
+def test_the_sampler_has_the_device_choose_what_needs_nothing_else(device, monkeypatch):
+    """With the same seeds the tokens that it chooses by itself, whatever shares a step; in one transfer of tokens."""
+    batches, choose = [], KERNELS.choose
+    monkeypatch.setattr(TritonKernels, "choose", lambda _, *a: (batches.append(len(a[0])), choose(*a))[1])
+    unusual = stock.TopPLogitsWarper(0.6, min_tokens_to_keep=3)
+    reversed_order = [stock.TopKLogitsWarper(9), stock.TemperatureLogitsWarper(0.5)]
+
+    def rows():
+        plain = [
+            params_of(Choice(0.7, 5, 0.9, 0.05, 0.0), 1),
+            SamplingParams(),
+            SamplingParams(do_sample=True, seed=2),
+        ]
+        others = [
+            SamplingParams(processors=[stock.RepetitionPenaltyLogitsProcessor(1.3)]),
+            SamplingParams(do_sample=True, seed=3, processors=[stock.TopKLogitsWarper(4), lambda ids, x: x / 2]),
+            SamplingParams(do_sample=True, seed=4, processors=[unusual]),
+            SamplingParams(do_sample=True, seed=5, trace=Trace(keep_scores=True)),
+            SamplingParams(do_sample=True, seed=6, processors=reversed_order),
+        ]
+        return plain + others
+
+    generator = torch.Generator().manual_seed(0)
+    for order in ([0, 1, 2], [3, 0, 4, 1, 5, 6, 2, 7], [3, 4]):
+        ours, expected = ([rows()[i] for i in order] for _ in range(2))
+        for _ in range(3):
+            logits = 3 * torch.randn(len(order), 40, generator=generator).to(device)
+            histories = [[1, 2, 3]] * len(order)
+            assert sample(logits, ours, histories, None, KERNELS) == sample(logits, expected, histories)
+    assert batches == [3] * 6  # a step's plain rows at once
+    failed = sample(torch.full((1, 4), float("nan"), device=device), [SamplingParams()], [[1]], None, KERNELS)
+    assert isinstance(failed[0], BadLogits)
+
+
 def test_frequencies_are_the_distribution(device):
     """Evenly spread numbers choose each token as often as it is likely."""
-    logits, count = torch.tensor([[0.0, 1.0, -1.0, 2.0, 0.5]], device=device), 150
+    logits, count = torch.tensor([[0.0, 1.0, -1.0, 2.0, 0.5]], device=device), 60
     numbers = [Choice(uniform=(i + 0.5) / count) for i in range(count)]
     got = KERNELS.choose(logits.expand(count, -1).contiguous(), KERNELS.pack_choices(numbers, device))
     shares = got.bincount(minlength=5).double() / count
