@@ -6,7 +6,10 @@ Perplexity: of the shipped model on the prompts that ship with it. (They are cut
 from tokenizer and training; eleven of the shortest are openings that other paragraphs have too.) Divergence: of random
 LFM2-350M (its shape, no trained weights: a bound rather than an example) on random tokens, KL(full ‖ low) in nats and
 how often the likeliest token stays. Each against the same model in full precision, in `--dtype`; all by the engine's
-own forward, over its paged cache, each text in chunks of 64 tokens.
+own forward, over its paged cache, each text in chunks of 64 tokens. On a card, where low-bit weights are refused, what
+its kernels change (`--kernels torch` beside it):
+
+    python scripts/tools/quality.py --device cuda --weights --kernels triton
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ class Reader:
         blocks = list(range(-(-len(token_ids) // CHUNK)))
         chunks = [token_ids[start : start + CHUNK] for start in range(0, len(token_ids), CHUNK)]
         rows = [Row(ids, i * CHUNK, blocks[: i + 1], 0, num_logits=len(ids)) for i, ids in enumerate(chunks)]
-        return torch.cat([self.runner.forward([row]) for row in rows])
+        return torch.cat([self.runner.forward([row]) for row in rows]).cpu()
 
 
 def perplexity(reader: Reader, texts: list[list[int]]) -> float:
@@ -94,6 +97,7 @@ def main() -> None:
     parser.add_argument("--cache-dtype", nargs="*", choices=["int8"], default=["int8"], help="empty: leave it out")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--kernels", choices=["auto", "native", "triton", "torch"], default="auto")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=256, help="random tokens for the 350M; 0 leaves it out")
     args = parser.parse_args()
     dtype = getattr(torch, args.dtype)
@@ -103,7 +107,7 @@ def main() -> None:
         if weights in (None, *args.weights) and cache in (None, *args.cache_dtype)
     }
 
-    texts, tiny = held_out_texts(), load_model("tiny", dtype)
+    texts, tiny = held_out_texts(), load_model("tiny", dtype).to(args.device)
     base = perplexity(Reader(tiny, None, None, args.kernels), texts)
     print(
         f"tiny model, {sum(map(len, texts))} tokens of held-out text: perplexity {base:.3f} in {args.dtype}",
@@ -113,7 +117,7 @@ def main() -> None:
         low = perplexity(Reader(tiny, *options, args.kernels), texts)
         print(f"  {name}: {low:.3f} ({low / base - 1:+.2%})", flush=True)
     if args.tokens:
-        model = load_model("random-350m", dtype)
+        model = load_model("random-350m", dtype).to(args.device)
         generator = torch.Generator().manual_seed(0)
         token_ids = torch.randint(10, model.config.vocab_size, (args.tokens,), generator=generator).tolist()
         full = Reader(model, None, None, args.kernels).logits(token_ids)
