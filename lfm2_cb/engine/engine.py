@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from .chunks import ChunkStore
 from .config import EngineConfig
 from .drafting import Drafter, DraftTracker, PromptLookup, Speculation, StepTimes
 from .memory_budget import cache_budget
+from .overlap import LaunchedStep, Overlap
 from .runner import ModelRunner
 from .sampler import SamplingParams, history_tensor, sample
 from .tracing import Trace
@@ -76,6 +78,7 @@ class Engine:
         )
         self.adapters = AdapterPool(model, MAX_PLACES)
         self.runner = ModelRunner(model, self.plan, config.kernels, self.adapters)
+        self.overlap = Overlap(self.runner, self.scheduler)
         self._drafters: dict[object, Drafter] = {}
         self._inbox: deque[list[Request]] = deque()
         self._cancelled: deque[Request] = deque()
@@ -165,16 +168,25 @@ class Engine:
         """End a request at the start of the next step, which reports it as finished."""
         self._cancelled.append(request)
 
-    def step(self) -> list[StepOutput]:
-        """Run one step and report every request that gained tokens or ended."""
+    def step(self, may_overlap: bool = True) -> list[StepOutput]:
+        """Run one step and report every request that gained tokens or ended.
+
+        Args: may_overlap: the next step may be launched before this one's tokens are read, where the device computes
+            by itself; it then has the weights of now.
+        """
         self.step_started = time.perf_counter()
         try:
-            return self._step()
+            return self._step(may_overlap)
         finally:
             self.step_started = None
 
-    def _step(self) -> list[StepOutput]:
+    def _step(self, may_overlap: bool) -> list[StepOutput]:
         outputs = self._drain_inbox()
+        start, launched = time.perf_counter(), self.overlap.take()
+        if launched is not None:
+            outputs += self._settle(launched, may_overlap)
+            self._note_step(launched.rows, start)
+            return outputs
         self.speculation.draft(self.scheduler.running)
         rows = self.scheduler.schedule()
         if changes := self.scheduler.adapters.take_changes():
@@ -188,13 +200,17 @@ class Engine:
             logits = self.runner.run(rows)
         except Exception as error:
             return outputs + self._fail_all(list(dict.fromkeys(row.request for row in rows)), error)
-        num_tokens, num_drafts = sum(row.num_tokens for row in rows), sum(row.num_drafts for row in rows)
-        outputs += self._advance(rows, logits)
+        launched = self.overlap.begin(rows, logits) if may_overlap else None
+        outputs += self._advance(rows, logits) if launched is None else self._settle(launched, may_overlap)
+        self._note_step(rows, start)
+        return outputs
+
+    def _note_step(self, rows: list[ScheduledRow], start: float) -> None:
         end = time.perf_counter()
+        num_tokens, num_drafts = sum(row.num_tokens for row in rows), sum(row.num_drafts for row in rows)
         self.speculation.timed(num_tokens, num_drafts, end - start)
         if (trace := self._trace) is not None:
             trace.add_step(rows, start, end, self.scheduler, self.speculation.num_accepted)
-        return outputs
 
     def _exchange_adapters(self, changes: dict[int, Any]) -> list[StepOutput]:
         """Fill the places that adapters were given, the others' first let go. Requests for one that cannot be had end
@@ -289,6 +305,18 @@ class Engine:
                 choice.request.token_ids.extend(choice.token_ids)
         return [self._report(choice) for choice in (*choices.values(), *(choice for choice, _ in forked))]
 
+    def _settle(self, step: LaunchedStep, may_overlap: bool) -> list[StepOutput]:
+        """Launch the next step where that can be, then read the tokens of this one and record them."""
+        if may_overlap and not self._inbox and not self._cancelled:
+            self.overlap.follow(step)
+        tokens = step.tokens()
+        alive = [i for i, row in enumerate(step.rows) if not row.request.is_finished]
+        choices = [TokenChoice(step.rows[i].request) for i in alive]
+        self._extend(choices, [list(choice.request.token_ids) for choice in choices], [tokens[i] for i in alive])
+        for i, choice in zip(alive, choices, strict=True):
+            self.scheduler.on_computed(step.rows[i], choice.token_ids)
+        return [self._report(choice) for choice in choices]
+
     def _choose(self, rows: list[ScheduledRow], logits: torch.Tensor) -> dict[int, TokenChoice]:
         """New tokens by request id. A draft is accepted while it is what would have been chosen anyway.
 
@@ -319,6 +347,11 @@ class Engine:
         tokens = sample(
             logits, [choice.request.params for choice in choices], histories, kernels.native, kernels.triton
         )
+        self._extend(choices, histories, tokens)
+
+    def _extend(
+        self, choices: list[TokenChoice], histories: list[list[int]], tokens: Sequence[int | Exception]
+    ) -> None:
         for choice, history, token in zip(choices, histories, tokens, strict=True):
             if isinstance(token, Exception):
                 choice.reason, choice.error = FinishReason.ERROR, token

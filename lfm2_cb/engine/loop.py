@@ -180,7 +180,7 @@ class EngineLoop:
             if before_step is not None:
                 before_step()
             if self.has_work:
-                outputs = self.engine.step()
+                outputs = self.engine.step(may_overlap=before_step is None)
         except BaseException as error:
             if self._driver != me:
                 raise  # no step was under way

@@ -55,7 +55,7 @@ class PaddedSteps:
         self._max_blocks = -(-FIRST_TOKENS // cache.plan.block_size)
         self._graphs: dict[int, tuple[PaddedDecodeBatch, DeviceGraph]] = {}  # by rows
         self._guard = CaptureGuard(model)
-        self._refused = False
+        self._refused = self._is_void = False
 
     @property
     def num_graphs(self) -> int:
@@ -65,18 +65,29 @@ class PaddedSteps:
         """The model may have been changed since the last step, as between two calls of `generate()`."""
         self._guard.invalidate()
 
-    def run(self, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]] = ()) -> torch.Tensor | None:
+    def run(
+        self,
+        rows: Sequence[Row],
+        shared: Sequence[tuple[list[int], int]] = (),
+        token_ids: torch.Tensor | None = None,
+    ) -> torch.Tensor | None:
         """Logits `[rows, vocab_size]`, to be read before the next step; None: the rows must be run otherwise.
 
-        Args: shared: as in `RaggedBatch`. Here each row reads all of its keys by itself.
+        Args:
+            shared: as in `RaggedBatch`. Here each row reads all of its keys by itself.
+            token_ids: in place of the rows', on the device, `[rows]` int64. The step before may still be computed, so
+                None is returned where graphs would have to be captured, or let go.
         """
         if len(rows) > self.sizes[-1] or not all(map(DecodeBatch.is_decode, rows)):
             return None
         if self._adapters is not None and not self._adapters.is_empty and any(row.adapter >= 0 for row in rows):
             return None
-        if self._guard.has_changed():
+        self._is_void = self._guard.has_changed() or self._is_void
+        if token_ids is not None and (self._is_void or not self._graphs or self._blocks(rows) > self._max_blocks):
+            return None
+        if self._is_void:
             self._graphs.clear()
-            self._refused = False
+            self._refused = self._is_void = False
         if self._refused or not self._guard.all_plain or not self._guard.may_capture():
             return None
         self._make_room(rows)
@@ -84,11 +95,17 @@ class PaddedSteps:
             return None
         batch, graph = self._graphs[next(size for size in self.sizes if size >= len(rows))]
         batch.fill(rows)
+        if token_ids is not None:
+            batch.input_ids[: len(rows)].copy_(token_ids)
         self._embed(batch)
         return graph.replay()[: len(rows)]
 
+    def _blocks(self, rows: Sequence[Row]) -> int:
+        """Of the longest."""
+        return max(row.start for row in rows) // self._cache.plan.block_size + 1
+
     def _make_room(self, rows: Sequence[Row]) -> None:
-        longest = max(row.start for row in rows) // self._cache.plan.block_size + 1
+        longest = self._blocks(rows)
         if longest > self._max_blocks:
             self._graphs.clear()
             while longest > self._max_blocks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -101,6 +102,19 @@ class ModelRunner:
             if row.request.reuse is not None and row.start == row.request.reuse.first:
                 row.request.reuse.fill(self.cache, row.request.block_table)
         return self.forward(rows, shared)
+
+    @torch.inference_mode()
+    def run_ahead(self, scheduled: Sequence[ScheduledRow], token_ids: torch.Tensor) -> torch.Tensor | None:
+        """As `run`, of decodes whose tokens are known to the device only.
+
+        Args: token_ids: on the device, `[rows]` int64.
+        Returns: None, with nothing done, where they must be run otherwise, once the tokens are known.
+        """
+        if not self.capturing or not isinstance(self.captured, PaddedSteps):
+            return None
+        rows = [replace(self._row(row), token_ids=[0]) for row in scheduled]
+        with launching_on(self.cache.device):
+            return self.captured.run(rows, token_ids=token_ids)
 
     @torch.inference_mode()
     def forward(self, rows: Sequence[Row], shared: Sequence[tuple[list[int], int]] = ()) -> torch.Tensor:

@@ -14,7 +14,7 @@ from ..ops.native import NativeKernels
 from ..ops.sampling import TokenMasks, best_places, draw_places, masked
 from ..ops.triton import launching_on
 from .constraints import Constraint, fill_masks
-from .warpers import Scores, can_batch, process_rows, signature, warping
+from .warpers import Scores, can_batch, process_rows, signature, stays_on_device, to_device, warping
 
 if TYPE_CHECKING:  # what imports Triton is imported where a device is for it
     from ..ops.triton.kernels import TritonKernels
@@ -114,21 +114,27 @@ def draw(
 ) -> list[int | Exception]:
     """Draw one place a row from softmax(scores) `[rows, n]` with one uniform number of each row's own generator.
 
-    Args: index: as in `_checked`.
+    Args: index: as in `_pairs`.
 
     By inversion of the cumulative distribution, summed in fp64: a place of probability 0 is never drawn.
     """
+    return _checked(_drawn(scores, rngs, native, index))
+
+
+def _drawn(
+    scores: torch.Tensor, rngs: Sequence[random.Random], native: NativeKernels | None, index: torch.Tensor | None
+) -> torch.Tensor:
     numbers = [rng.random() for rng in rngs]
     if native is not None:
         drawn = draw_places(native, scores, numbers)
-        return _checked(drawn.clamp_min(0), torch.where(drawn < 0, torch.nan, 0.0), index)
+        return _pairs(drawn.clamp_min(0), torch.where(drawn < 0, torch.nan, 0.0), index)
     cumulative = torch.softmax(scores.double(), dim=-1).cumsum(-1)
     total = cumulative[:, -1:]
-    uniform = torch.tensor(numbers, dtype=torch.float64, device=scores.device).unsqueeze(1)
+    uniform = to_device(numbers, torch.float64, scores.device).unsqueeze(1)
     # `right` steps over places that add nothing; rounding must not step over the last one that adds something.
     target = (uniform * total).clamp(max=total.nextafter(torch.zeros_like(total)))
     places = torch.searchsorted(cumulative, target, right=True)
-    return _checked(places.squeeze(1), total.squeeze(1), index)
+    return _pairs(places.squeeze(1), total.squeeze(1), index)
 
 
 def take_best(
@@ -139,29 +145,42 @@ def take_best(
 ) -> list[int | Exception]:
     """The most likely place, of those that it may take, of every row of `[rows, n]`; of equal ones natively the first.
 
-    Args: scores: fp32 or bf16. index: as in `_checked`.
+    Args: scores: fp32 or bf16. index: as in `_pairs`.
     """
+    return _checked(_best(scores, native, masks, index))
+
+
+def _best(
+    scores: torch.Tensor, native: NativeKernels | None, masks: TokenMasks | None, index: torch.Tensor | None
+) -> torch.Tensor:
     if native is not None:
         places, best = best_places(native, scores, masks)
-        return _checked(places, best, index)
+        return _pairs(places, best, index)
     if masks is not None:
         rows = [row for row, mask in enumerate(masks.mask_of) if mask >= 0]
         scores = scores.float().clone()
         scores[rows] = masked(scores[rows], masks.bits[[masks.mask_of[row] for row in rows]])
     best, places = scores.max(-1)
-    return _checked(places, best, index)
+    return _pairs(places, best, index)
 
 
-def _checked(places: torch.Tensor, evidence: torch.Tensor, index: torch.Tensor | None) -> list[int | Exception]:
-    """Places, or BadLogits where the value that chose one is not finite (NaN anywhere in a row shows in it).
-
-    All comes from the device in one transfer.
+def _pairs(places: torch.Tensor, evidence: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    """Tokens beside the values that chose them, `[rows, 2]` fp64, so that all comes from the device in one transfer.
 
     Args: index: `[rows, n]`, what each place stands for; None: itself.
     """
     tokens = places if index is None else index.gather(1, places.unsqueeze(1)).squeeze(1)
-    pairs = torch.stack((tokens.double(), evidence.double()), dim=1).tolist()
-    return [int(token) if math.isfinite(value) else BadLogits("no finite logits") for token, value in pairs]
+    return torch.stack((tokens.double(), evidence.double()), dim=1)
+
+
+def _checked(pairs: torch.Tensor) -> list[int | Exception]:
+    """Tokens, or BadLogits where the value that chose one is not finite (NaN anywhere in a row shows in it)."""
+    return tokens_of([int(token) if math.isfinite(value) else -1 for token, value in pairs.tolist()])
+
+
+def tokens_of(chosen: Sequence[int]) -> list[int | Exception]:
+    """Tokens, or BadLogits where there is -1."""
+    return [token if token >= 0 else BadLogits("no finite logits") for token in chosen]
 
 
 def sample(
@@ -206,8 +225,7 @@ def _choose_on_device(
     if not choices:
         return []
     with launching_on(logits.device):
-        tokens = triton.choose(logits, triton.pack_choices(list(choices), logits.device)).tolist()
-    return [token if token >= 0 else BadLogits("no finite logits") for token in tokens]
+        return tokens_of(triton.choose(logits, triton.pack_choices(list(choices), logits.device)).tolist())
 
 
 def _sample(
@@ -276,3 +294,43 @@ def _choose(scores: Scores, params: Sequence[SamplingParams]) -> list[int | Exce
         for j, token in zip(sampled, drawn, strict=True):
             tokens[j] = token
     return tokens
+
+
+def needs_no_host(params: SamplingParams, triton: TritonKernels | None = None) -> bool:
+    """Whether a token can be chosen where the logits are, whatever the tokens before it."""
+    if params.constraint is not None or params.trace is not None:
+        return False
+    if triton is None:
+        return stays_on_device(params.processors)
+    return (params.do_sample or not params.processors) and warping(params.processors) is not None
+
+
+def choose_on_device(
+    logits: torch.Tensor, params: Sequence[SamplingParams], triton: TritonKernels | None = None
+) -> torch.Tensor:
+    """What `sample` chooses for rows that all `needs_no_host`, left on the device: int64 `[rows]`, for `tokens_of`.
+
+    The host waits for nothing.
+    """
+    if triton is not None:
+        choices = [choice for p in params if (choice := _choice(p)) is not None]
+        with launching_on(logits.device):
+            return triton.choose(logits, triton.pack_choices(choices, logits.device))
+    if not any(p.do_sample or p.processors for p in params):
+        return _finite(_best(logits, None, None, None))
+    groups: dict[object, list[int]] = {}
+    for i, p in enumerate(params):
+        groups.setdefault((signature(p.processors), p.do_sample), []).append(i)
+    tokens = torch.empty(len(params), dtype=torch.long, device=logits.device)
+    for rows in groups.values():
+        members, index = [params[i] for i in rows], to_device(rows, torch.long, logits.device)
+        scores = process_rows([p.processors for p in members], [()] * len(rows), logits[index].float()).values
+        rngs = [p.rng for p in members]
+        tokens[index] = _finite(
+            _drawn(scores, rngs, None, None) if members[0].do_sample else _best(scores, None, None, None)
+        )
+    return tokens
+
+
+def _finite(pairs: torch.Tensor) -> torch.Tensor:
+    return torch.where(pairs[:, 1].isfinite(), pairs[:, 0].long(), -1)

@@ -44,6 +44,16 @@ def can_batch(processors: Sequence[Any]) -> bool:
     return all(type(p) in _STAGES and getattr(p, "prompt_ignore_length", None) is None for p in processors)
 
 
+def stays_on_device(processors: Sequence[Any]) -> bool:
+    """Whether `process_rows` asks nothing of the host for them: no token so far, and no value of the device."""
+    return all(type(p) is stock.TemperatureLogitsWarper for p in processors)
+
+
+def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Values of the host as a tensor, behind what the device was told to do before; the host goes on."""
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+
+
 def signature(processors: Sequence[Any]) -> tuple[type, ...]:
     """Rows with equal signatures may be processed together."""
     return tuple(type(p) for p in processors)
@@ -86,7 +96,7 @@ def process_rows(
 
 def _column(stage: Sequence[Any], name: str, like: torch.Tensor) -> torch.Tensor:
     """One parameter of each row's processor, `[rows, 1]`."""
-    return torch.tensor([[getattr(p, name)] for p in stage], dtype=like.dtype, device=like.device)
+    return to_device([[getattr(p, name)] for p in stage], like.dtype, like.device)
 
 
 def _temperature(stage: Sequence[Any], _: Any, scores: Scores) -> Scores:
