@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.ops import native
 from lfm2_cb.ops.attention.cascade import SharedPrefix, cascade_attention
+from lfm2_cb.ops.attention.decode import decode_attention
 from lfm2_cb.ops.attention.reference import paged_attention
 from lfm2_cb.ops.kernel_set import KernelSet
 from lfm2_cb.ops.linear.dense import (
@@ -50,6 +51,18 @@ def test_paged_attention_equals_attention_spelled_out(seed):
             scores = torch.einsum("hd,khd->hk", q[offsets[i] + j], k[:seen]) * dim**-0.5
             expected = torch.einsum("hk,khd->hd", scores.softmax(-1), v[:seen])
             torch.testing.assert_close(got[offsets[i] + j], expected)
+
+
+def test_decode_attention_sees_nothing_beyond_a_sequences_end():
+    """Not even NaN: blocks keep what their last owner wrote."""
+    torch.manual_seed(0)
+    q, table, lengths = torch.randn(2, 4, 8), torch.tensor([[1, 3], [2, 0]]), torch.tensor([11, 5], dtype=torch.int32)
+    keys, values = torch.randn(2, 4, 2, 8, 8).unbind()
+    spoilt_keys, spoilt_values = keys.clone(), values.clone()
+    for blocks in (spoilt_keys, spoilt_values):
+        blocks[3, :, 3:], blocks[2, :, 5:], blocks[0] = torch.nan, torch.inf, torch.nan
+    expected = decode_attention(q, keys, values, lengths, table, 0.3)
+    torch.testing.assert_close(decode_attention(q, spoilt_keys, spoilt_values, lengths, table, 0.3), expected)
 
 
 @pytest.mark.parametrize("seed", range(12))

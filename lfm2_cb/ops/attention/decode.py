@@ -29,8 +29,10 @@ def decode_attention(
     """
     place = torch.arange(block_table.shape[1] * key_cache.shape[2], device=q.device)
     seen = (place < kv_lens[:, None])[:, None, :]  # [sequences, 1, keys]
-    k, v = _gather(key_cache, block_table).to(q.dtype), _gather(value_cache, block_table).to(q.dtype)
-    v = v.masked_fill(~seen.unsqueeze(-1), 0)  # what is not finite there must not come in by 0 × v
+    k, v = (  # what is not finite beyond the end must not come in, by a score or by 0 × v
+        _gather(blocks, block_table).to(q.dtype).masked_fill(~seen.unsqueeze(-1), 0)
+        for blocks in (key_cache, value_cache)
+    )
     mixed = F.scaled_dot_product_attention(
         q.unsqueeze(2), k, v, attn_mask=seen.unsqueeze(2), scale=scaling, enable_gqa=True
     )
