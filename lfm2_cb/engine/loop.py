@@ -180,7 +180,7 @@ class EngineLoop:
             if before_step is not None:
                 before_step()
             if self.has_work:
-                outputs = self.engine.step(may_overlap=before_step is None)
+                outputs = self.engine.step() if before_step is None else self.engine.step(may_overlap=False)
         except BaseException as error:
             if self._driver != me:
                 raise  # no step was under way

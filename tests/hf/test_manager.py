@@ -323,7 +323,7 @@ def test_an_exception_in_the_context_does_not_wait_for_the_requests(model):
 def test_a_fatal_error_is_told_to_everybody(model, monkeypatch):
     with model.continuous_batching_context_manager(generation_config=GREEDY) as manager:
         engine = manager.batch_processor.engine
-        monkeypatch.setattr(engine, "step", lambda: 1 / 0)
+        monkeypatch.setattr(engine, "step", lambda **_: 1 / 0)
         name = manager.add_request([5])
         assert "division" in manager.get_result(name).error
         assert isinstance(manager.background_thread_status.fatal_error, ZeroDivisionError)
@@ -331,7 +331,7 @@ def test_a_fatal_error_is_told_to_everybody(model, monkeypatch):
             manager.add_request([5])
     monkeypatch.undo()
     manager = model.init_continuous_batching(generation_config=GREEDY)
-    monkeypatch.setattr("lfm2_cb.engine.engine.Engine.step", lambda self: 1 / 0)
+    monkeypatch.setattr("lfm2_cb.engine.engine.Engine.step", lambda self, **_: 1 / 0)
     outputs = model.generate_batch([[5]], GREEDY, warmup=False)
     assert "division" in outputs["req_0"].error
 
