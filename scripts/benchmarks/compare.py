@@ -4,7 +4,7 @@
     python scripts/benchmarks/compare.py --workloads five --uncached --memory five --startup
     python scripts/benchmarks/compare.py --workloads --sweep 1 4 16 64 256 --load 0.5 1 2 --plots plots
     python scripts/benchmarks/compare.py --peer vllm=/path/to/its/python --checkpoint /path/for/the/model
-    python scripts/benchmarks/compare.py --read a.json b.json --markdown table.md --plots plots
+    python scripts/benchmarks/compare.py --read a.json b.json --json both.json --markdown table.md --plots plots
 
 Greedy, end-of-sequence ignored, exact output lengths. Stock runs left-padded static batches of `--stock-batch` sizes,
 the best of which is compared with. Times on shared machines wander: trust the ratios, which are medians over rounds,
@@ -61,7 +61,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--json", help="file for all readings")
     add("--markdown", help="file for the tables, which are printed too")
     add("--plots", metavar="DIR", help="PNG files: workloads, --sweep and --load")
-    add("--read", nargs="+", metavar="JSON", help="measure nothing; show what earlier runs wrote, together")
+    add("--read", nargs="+", metavar="JSON", help="measure nothing; show what earlier runs wrote, together: of two "
+        "runs of a workload, the later one counts for the engines that it ran")  # fmt: skip
 
     stock = parser.add_argument_group("stock generate()")
     stock.add_argument("--no-stock", action="store_true")
@@ -236,7 +237,8 @@ class Run:
 
 def measure(args: argparse.Namespace) -> Report:
     """Run all that is asked for."""
-    options = {name: value for name, value in vars(args).items() if name not in ("json", "markdown", "plots", "read")}
+    places = ("json", "markdown", "plots", "read", "peer", "peer_model", "checkpoint")  # of this machine
+    options = {name: value for name, value in vars(args).items() if name not in places}
     facts = machine.facts() | machine.card_facts(torch.device(args.device))
     report = Report(args.json, {"machine": facts | {"measured": measure_machine(args)}, "options": options})
     with contextlib.ExitStack() as stack:
@@ -271,7 +273,7 @@ def main(argv: list[str] | None = None) -> Report:
     args = parse(argv)
     if args.plots:
         plots.check()
-    report = Report.read(args.read) if args.read else measure(args)
+    report = Report.read(args.read, args.json) if args.read else measure(args)
     text = markdown(report.data)
     print(text)
     if "sampling_overhead" in report.data:

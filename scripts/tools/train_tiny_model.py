@@ -241,8 +241,11 @@ def optimizers(model: Lfm2ForCausalLM, peak: float) -> list[torch.optim.Optimize
     ]
 
 
-def train(model: Lfm2ForCausalLM, data: Documents, held_out: list[str], args: argparse.Namespace) -> int:
-    """Train until the clock says so; rows of twice the context in the last quarter. Returns: steps."""
+def train(model: Lfm2ForCausalLM, data: Documents, held_out: list[str], args: argparse.Namespace) -> tuple[int, float]:
+    """Train until the clock says so; rows of twice the context in the last quarter.
+
+    Returns: steps, and minutes of processor time, those before the checkpoint included.
+    """
     both = optimizers(model, args.learning_rate)
     saved = torch.load(args.checkpoint) if args.checkpoint and args.checkpoint.exists() else None
     step, spent = 0, (0.0, 0.0)
@@ -258,7 +261,7 @@ def train(model: Lfm2ForCausalLM, data: Documents, held_out: list[str], args: ar
         for batch in rows.split(args.batch // longer):
             progress = clock.progress()
             if progress >= 1:
-                return step
+                return step, clock.spent()[0] / 60
             if longer == 1 and progress >= 0.75:
                 break
             for optimizer in both:
@@ -357,7 +360,7 @@ def main() -> None:
     lines = [json.dumps({"prompt": prompt}, ensure_ascii=False) for prompt in prompts]
     (args.output / "prompts.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
 
-    steps = train(model.train(), data, corpus.held_out, args)
+    steps, minutes = train(model.train(), data, corpus.held_out, args)
     model = model.to(torch.bfloat16).eval()
     model.generation_config = GenerationConfig(
         bos_token_id=BOS, eos_token_id=[IM_END, END_OF_TEXT], pad_token_id=PAD, **SAMPLING
@@ -372,7 +375,7 @@ def main() -> None:
         vocab=config.vocab_size,
         held_out=len(corpus.held_out),
         paragraphs=corpus.num_paragraphs,
-        minutes=time.process_time() / 60,
+        minutes=minutes,
         steps=steps,
         tokens=args.batch * args.context,
         perplexity=perplexity,

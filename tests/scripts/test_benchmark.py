@@ -299,6 +299,31 @@ def test_earlier_runs_are_shown_together(tmp_path, capsys):
     assert list(merged.data["workloads"]) == ["ragged64", "ragged256"]
 
 
+def test_rounds_of_another_engine_stay_when_a_workload_is_measured_again(tmp_path, capsys):
+    def entry(**rates):
+        times = {"ttft_p50": 1.0, "ttft_p99": 1.5, "itl_p50": 0.02, "itl_p99": 0.04, "batch_size": 5}
+        readings = {e: times | {"output_tokens_per_s": r, "total_tokens_per_s": 2 * r} for e, r in rates.items()}
+        return {"machine": MACHINE, "reached": {"roofline": rates["ours"] / 100}, **readings}
+
+    facts = {"cpu": "a processor", "threads": 2, "bf16_hardware": True, "torch": "2"}
+    runs = {"old": [entry(ours=50.0, stock=10.0)], "new": [entry(ours=80.0, vllm=40.0), entry(ours=60.0, vllm=50.0)]}
+    for name, rounds in runs.items():
+        work = {"name": "five", "prompt_lengths": [12], "output_lengths": [100], "rounds": rounds}
+        report.Report(str(tmp_path / f"{name}.json"), {"machine": facts, "workloads": {"five": work}}).save()
+    both = tmp_path / "both.json"
+    paths = [str(tmp_path / "old.json"), str(tmp_path / "new.json")]
+    compare.main(["--read", *paths, "--json", str(both)])
+    assert "| five | 70.0 | 10.0 (5) | 7.00 | 45.0 | 1.60 | 140 | 70% of roofline | 2 |" in capsys.readouterr().out
+    found = json.loads(both.read_text("utf-8"))["workloads"]["five"]
+    assert [sorted(e.keys() - {"machine", "reached"}) for e in found["rounds"]] == [["ours", "vllm"]] * 2 + [["stock"]]
+    again = report.Report.read([str(both), paths[1]])  # a run that is merged twice counts once
+    assert again.data["workloads"]["five"] == found
+    work["prompt_lengths"] = [13]
+    report.Report(paths[1], {"machine": facts, "workloads": {"five": work}}).save()
+    with pytest.raises(ValueError, match="two runs of five are of different requests"):
+        report.Report.read(paths)
+
+
 def test_without_matplotlib_the_extra_is_named_before_anything_runs(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr(compare, "measure", lambda args: pytest.fail("measured first"))

@@ -15,6 +15,8 @@ ENGINES = {
     "openvino": "OpenVINO GenAI",
     "generate_batch": "stock generate_batch(), a Llama",
 }
+#: models of harness/workloads.py, as the pictures call them
+MODELS = {"tiny": "the model that ships", "random-350m": "LFM2-350M (random weights)"}
 COLOURS = ("#3b78c3", "#b9c0c9", "#e08a3c", "#7c5cc4", "#2a9d5c")
 
 
@@ -71,10 +73,11 @@ def _workloads(data: dict[str, Any], path: Path) -> Path:
 
 def _setting(data: dict[str, Any]) -> str:
     machine, options = data["machine"], data.get("options", {})
+    model = f"{MODELS.get(options.get('model'), options.get('model'))} in {options.get('dtype')}"
     if "card" in machine:
-        return f"{options.get('model')} in {options.get('dtype')}, {machine['card']}"
+        return f"{model}, {machine['card']}"
     cpu = machine["cpu"].replace("(R)", "").replace("(TM)", "")
-    return f"{options.get('model')} in {options.get('dtype')}, {machine['threads']} threads of {cpu}"
+    return f"{model}, {machine['threads']} threads of {cpu}"
 
 
 def _throughput(data: dict[str, Any], path: Path) -> Path:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from .workloads import STOCK_RUNS
+from .workloads import STOCK_BATCHES, STOCK_RUNS
 
 Row = list[str]
 #: what is measured of a machine, and how it is called
@@ -35,16 +35,24 @@ class Report:
         self.path, self.data = path, data if data is not None else {}
 
     @classmethod
-    def read(cls, paths: Iterable[str]) -> Report:
-        """Several runs' files as one; where two have the same part, the later one counts."""
+    def read(cls, paths: Iterable[str], into: str | None = None) -> Report:
+        """Several runs' files as one, which is written to `into`; where two have the same part, the later one counts.
+
+        Of a workload that two have, the later one counts for the engines that it ran, and the others' rounds stay.
+        """
         data: dict[str, Any] = {}
         for path in paths:
             found = json.loads(Path(path).read_text("utf-8"))
             for section, value in found.items():
                 known = data.get(section)
+                if section == "workloads":
+                    value = {name: _merged((known or {}).get(name), workload) for name, workload in value.items()}
                 data[section] = {**known, **value} if isinstance(known, dict) and isinstance(value, dict) else value
-        report = cls(data=data)
-        report.save()  # to no file; a workload may be compared with one of another run
+        if "workloads" in data:
+            workloads: dict[str, Any] = data["workloads"]
+            data["workloads"] = {name: workloads[name] for name in STOCK_BATCHES if name in workloads}
+        report = cls(into, data)
+        report.save()  # also where there is no file: a workload may be compared with one of another run
         return report
 
     def section(self, name: str) -> dict[str, Any]:
@@ -65,6 +73,18 @@ class Report:
         return other["rounds"] if other and other["name"] != name else None
 
 
+def _merged(known: dict[str, Any] | None, found: dict[str, Any]) -> dict[str, Any]:
+    """A workload by two runs: of the earlier one, the rounds of the engines that the later one did not run."""
+    if known is None:
+        return found
+    if any(known.get(name) != found.get(name) for name in ("prompt_lengths", "output_lengths")):
+        raise ValueError(f"two runs of {found['name']} are of different requests, which cannot be shown together")
+    again = {"machine", *(name for entry in found["rounds"] for name in entry)}
+    kept = [{name: value for name, value in entry.items() if name not in again} for entry in known["rounds"]]
+    earlier = [{"machine": e["machine"], **k} for e, k in zip(known["rounds"], kept, strict=True) if k]
+    return {**found, "rounds": [*found["rounds"], *earlier]}
+
+
 def median_of(rounds: list[dict[str, Any]], engine: str, name: str = "output_tokens_per_s") -> float | None:
     found = [entry[engine][name] for entry in rounds if engine in entry]
     return statistics.median(found) if found else None
@@ -73,6 +93,8 @@ def median_of(rounds: list[dict[str, Any]], engine: str, name: str = "output_tok
 def summary(rounds: list[dict[str, Any]], stock_rounds: list[dict[str, Any]] | None = None) -> dict[str, Any]:
     """Medians of output tokens/s by engine; of the ratios ours / engine within a round; of the fractions reached.
 
+    The ratio to an engine that never ran in a round with ours is that of the medians.
+
     Args: stock_rounds: of another workload, whose rate by stock (a median then) stands for this one's.
     """
     engines = [key for entry in rounds for key in entry if key not in ("machine", "reached", "tried")]
@@ -80,10 +102,11 @@ def summary(rounds: list[dict[str, Any]], stock_rounds: list[dict[str, Any]] | N
     rates = {engine: median_of(rounds, engine) for engine in engines}
     ratios = {}
     for engine in engines:
+        if engine == "ours" or "ours" not in rates:
+            continue
         both = [e for e in rounds if engine in e and "ours" in e]
-        if engine != "ours" and both:
-            found = [e["ours"]["output_tokens_per_s"] / e[engine]["output_tokens_per_s"] for e in both]
-            ratios[engine] = statistics.median(found)
+        found = [e["ours"]["output_tokens_per_s"] / e[engine]["output_tokens_per_s"] for e in both]
+        ratios[engine] = statistics.median(found) if both else rates["ours"] / rates[engine]
     if stock_rounds is not None and "stock" not in rates:
         elsewhere = median_of(stock_rounds, "stock")
         if elsewhere is not None and rates.get("ours") is not None:

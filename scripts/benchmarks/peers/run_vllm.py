@@ -71,7 +71,8 @@ def start(options: dict[str, Any]) -> tuple[common.Run, dict[str, Any]]:
                 # The engine may add to the id; ours is what stands before that.
                 gained(int(output.request_id.split("-")[0]), len(output.outputs[0].token_ids))
 
-    return run, {"version": vllm.__version__, "preloaded": os.environ.get("LD_PRELOAD", "")}
+    preloaded = [os.path.basename(path) for path in os.environ.get("LD_PRELOAD", "").split(":")]
+    return run, {"version": vllm.__version__, "preloaded": ", ".join(preloaded)}
 
 
 if __name__ == "__main__":
