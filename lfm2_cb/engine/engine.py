@@ -6,8 +6,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,13 +22,13 @@ from ..scheduling.policies import make_policy
 from ..scheduling.request import FinishReason, Request
 from ..scheduling.scheduler import ScheduledRow, Scheduler
 from .assistant import AssistantModel
+from .choices import TokenChoice, choose, choose_one, extend
 from .chunks import ChunkStore
 from .config import EngineConfig
 from .drafting import Drafter, DraftTracker, PromptLookup, Speculation, StepTimes
 from .memory_budget import cache_budget
 from .overlap import LaunchedStep, Overlap
 from .runner import ModelRunner
-from .sampler import SamplingParams, history_tensor, sample
 from .tracing import Trace
 
 logger = logging.get_logger("transformers.lfm2_cb")
@@ -284,7 +283,7 @@ class Engine:
 
     def _advance(self, rows: list[ScheduledRow], logits: torch.Tensor) -> list[StepOutput]:
         """Choose tokens for the rows that are complete, and record what all of them computed."""
-        choices = self._choose([row for row in rows if row.samples], logits)
+        choices = choose([row for row in rows if row.samples], logits, self.runner.kernels)
         num_accepted: dict[int, int] = {}
         forked: list[tuple[TokenChoice, torch.Tensor]] = []
         for i, row in enumerate(rows):
@@ -300,7 +299,7 @@ class Engine:
         if num_accepted:
             self.runner.commit_conv_state(num_accepted)
         if forked:
-            self._choose_one([choice for choice, _ in forked], torch.stack([row for _, row in forked]))
+            choose_one([choice for choice, _ in forked], torch.stack([row for _, row in forked]), self.runner.kernels)
             for choice, _ in forked:
                 choice.request.token_ids.extend(choice.token_ids)
         return [self._report(choice) for choice in (*choices.values(), *(choice for choice, _ in forked))]
@@ -312,56 +311,10 @@ class Engine:
         tokens = step.tokens()
         alive = [i for i, row in enumerate(step.rows) if not row.request.is_finished]
         choices = [TokenChoice(step.rows[i].request) for i in alive]
-        self._extend(choices, [list(choice.request.token_ids) for choice in choices], [tokens[i] for i in alive])
+        extend(choices, [list(choice.request.token_ids) for choice in choices], [tokens[i] for i in alive])
         for i, choice in zip(alive, choices, strict=True):
             self.scheduler.on_computed(step.rows[i], choice.token_ids)
         return [self._report(choice) for choice in choices]
-
-    def _choose(self, rows: list[ScheduledRow], logits: torch.Tensor) -> dict[int, TokenChoice]:
-        """New tokens by request id. A draft is accepted while it is what would have been chosen anyway.
-
-        That is rejection sampling for a draft that is certain of itself: each token is drawn from the true
-        distribution, with the same random number as without drafts, so drafting changes no token.
-        """
-        choices: list[TokenChoice] = []
-        for row in rows:
-            last = choices[-1] if choices else None
-            start = last.logits_row + 1 + len(last.draft_token_ids) if last else 0
-            choices.append(TokenChoice(row.request, start, row.request.draft_token_ids[: row.num_drafts]))
-        active, depth = choices, 0
-        while active:
-            whole = len(active) == logits.shape[0]
-            self._choose_one(active, logits if whole else logits[[choice.logits_row + depth for choice in active]])
-            active = [
-                choice
-                for choice in active
-                if choice.reason is None and choice.draft_token_ids[depth : depth + 1] == choice.token_ids[depth:]
-            ]
-            depth += 1
-        return {choice.request.request_id: choice for choice in choices}
-
-    def _choose_one(self, choices: list[TokenChoice], logits: torch.Tensor) -> None:
-        """Add one token to each choice from its row of `logits`, and note whether that ends its request."""
-        histories = [choice.request.token_ids + choice.token_ids for choice in choices]
-        kernels = self.runner.kernels
-        tokens = sample(
-            logits, [choice.request.params for choice in choices], histories, kernels.native, kernels.triton
-        )
-        self._extend(choices, histories, tokens)
-
-    def _extend(
-        self, choices: list[TokenChoice], histories: list[list[int]], tokens: Sequence[int | Exception]
-    ) -> None:
-        for choice, history, token in zip(choices, histories, tokens, strict=True):
-            if isinstance(token, Exception):
-                choice.reason, choice.error = FinishReason.ERROR, token
-                continue
-            choice.token_ids.append(token)
-            history.append(token)
-            try:
-                choice.reason = end_reason(choice.request, history)
-            except Exception as error:  # a user's stopping criterion
-                choice.reason, choice.error = FinishReason.ERROR, error
 
     def _report(self, choice: TokenChoice) -> StepOutput:
         request = choice.request
@@ -384,33 +337,3 @@ class Engine:
             request.error = error
             outputs.append(self._finish(request, [], FinishReason.ERROR))
         return outputs
-
-
-@dataclass(slots=True)
-class TokenChoice:
-    """The tokens chosen for one request in one step."""
-
-    request: Request
-    logits_row: int = 0  # first of its rows in the step's logits
-    draft_token_ids: list[int] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    reason: FinishReason | None = None  # set once the request ends
-    error: Exception | None = None
-
-
-def end_reason(request: Request, token_ids: list[int]) -> FinishReason | None:
-    """Why the request ends with these tokens (prompt and output), or None if it goes on."""
-    params: SamplingParams = request.params
-    if token_ids[-1] in params.eos_token_ids:
-        return FinishReason.STOP
-    if params.constraint is not None and not params.eos_token_ids and params.constraint.is_complete(token_ids):
-        return FinishReason.STOP  # there is no token to say so
-    if params.stopping_criteria:
-        history = history_tensor(token_ids)
-        kept = params.trace.scores if params.trace is not None else []
-        scores = tuple(row.unsqueeze(0) for row in kept) or None
-        if any(bool(torch.as_tensor(ends(history, scores)).all()) for ends in params.stopping_criteria):
-            return FinishReason.STOP
-    if len(token_ids) >= request.max_num_tokens:
-        return FinishReason.LENGTH
-    return None
