@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -197,35 +197,30 @@ def sample(
         params: the options of each row.
         histories: each row's prompt and output so far.
         native, triton: the kernels to run with; None: torch. By Triton's are chosen, in one transfer of tokens, the
-            rows that need nothing else (`_choice`), by the random numbers that they would have otherwise.
+            rows that `needs_no_host`, by the random numbers that they would have otherwise.
     Returns:
         For every row its token, or what went wrong in it; no row's failure touches another.
     """
     if triton is None:
         return _sample(logits, params, histories, native)
-    choices = {i: choice for i, p in enumerate(params) if (choice := _choice(p)) is not None}
-    rest = [i for i in range(len(params)) if i not in choices]
-    tokens = _choose_on_device(logits if not rest else logits[list(choices)], choices.values(), triton)
+    chosen = [i for i, p in enumerate(params) if needs_no_host(p, triton)]
+    rest = sorted(set(range(len(params))).difference(chosen))
+    own_logits = logits[chosen] if rest else logits
+    tokens = tokens_of(_choose_by(triton, own_logits, [params[i] for i in chosen]).tolist()) if chosen else []
     others = _sample(logits[rest], [params[i] for i in rest], [histories[i] for i in rest], native) if rest else []
-    token_of = dict(zip((*choices, *rest), (*tokens, *others), strict=True))
+    token_of = dict(zip((*chosen, *rest), (*tokens, *others), strict=True))
     return [token_of[i] for i in range(len(params))]
 
 
-def _choice(params: SamplingParams) -> tuple[float, int, float, float, float] | None:
-    """How `TritonKernels.choose` chooses the next token, its random number drawn; None: it cannot."""
-    if params.trace is not None or params.constraint is not None or (params.processors and not params.do_sample):
-        return None
-    options = warping(params.processors)
-    return None if options is None else (*options, params.rng.random() if params.do_sample else -1.0)
-
-
-def _choose_on_device(
-    logits: torch.Tensor, choices: Collection[tuple[float, int, float, float, float]], triton: TritonKernels
-) -> list[int | Exception]:
-    if not choices:
-        return []
+def _choose_by(triton: TritonKernels, logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Tokens of rows that all `needs_no_host`, int64 `[rows]` on the device, for `tokens_of`."""
+    choices = [
+        (*options, p.rng.random() if p.do_sample else -1.0)
+        for p in params
+        if (options := warping(p.processors)) is not None  # of all
+    ]
     with launching_on(logits.device):
-        return tokens_of(triton.choose(logits, triton.pack_choices(list(choices), logits.device)).tolist())
+        return triton.choose(logits, triton.pack_choices(choices, logits.device))
 
 
 def _sample(
@@ -313,9 +308,7 @@ def choose_on_device(
     The host waits for nothing.
     """
     if triton is not None:
-        choices = [choice for p in params if (choice := _choice(p)) is not None]
-        with launching_on(logits.device):
-            return triton.choose(logits, triton.pack_choices(choices, logits.device))
+        return _choose_by(triton, logits, params)
     if not any(p.do_sample or p.processors for p in params):
         return _finite(_best(logits, None, None, None))
     groups: dict[object, list[int]] = {}

@@ -49,6 +49,20 @@ def _order(x):
 
 
 @triton.jit
+def _shares(logits, places, size, temperature, best, cut, num_at_cut, left_out, min_p):
+    """exp(score - best) of what is left, 0 of the rest, fp64; and how many scores are at the cut.
+
+    num_at_cut: of the places before these. left_out: of those at the cut the first so many are not left.
+    """
+    x = _scores(logits, places, places < size, temperature)
+    at = ((_order(x) == cut) & (places < size)).to(tl.int32)
+    rank = num_at_cut + tl.cumsum(at)
+    share = tl.exp(x - best)
+    is_left = (places < size) & (_order(x) >= cut) & ((at == 0) | (rank > left_out)) & (share >= min_p)
+    return tl.where(is_left, share, 0.0).to(tl.float64), tl.sum(at)
+
+
+@triton.jit
 def _choose(logits, stride, choices, tokens, size, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -112,8 +126,8 @@ def _choose(logits, stride, choices, tokens, size, TILE: tl.constexpr):
                 cut = tl.where(little, middle, cut)
                 below = tl.where(little, mass, below)
                 over = tl.where(little, over, middle - 1)
-            at_cut = (cut ^ ((cut >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-            each = tl.exp(at_cut - best).to(tl.float64)
+            score_at_cut = (cut ^ ((cut >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+            each = tl.exp(score_at_cut - best).to(tl.float64)
             count = tl.full((), 0, tl.int32)
             for start in range(0, size, TILE):
                 place = start + tl.arange(0, TILE)
@@ -127,25 +141,16 @@ def _choose(logits, stride, choices, tokens, size, TILE: tl.constexpr):
         num_at_cut = tl.full((), 0, tl.int32)
         for start in range(0, size, TILE):
             place = start + tl.arange(0, TILE)
-            x = _scores(logits, place, place < size, temperature)
-            at = ((_order(x) == cut) & (place < size)).to(tl.int32)
-            rank = num_at_cut + tl.cumsum(at)
-            share = tl.exp(x - best)
-            is_left = (place < size) & (_order(x) >= cut) & ((at == 0) | (rank > left_out)) & (share >= min_p)
-            total += tl.sum(tl.where(is_left, share, 0.0).to(tl.float64))
-            num_at_cut += tl.sum(at)
+            share, at_cut = _shares(logits, place, size, temperature, best, cut, num_at_cut, left_out, min_p)
+            total += tl.sum(share)
+            num_at_cut += at_cut
         target = uniform * total
         passed = tl.full((), 0.0, tl.float64)
         num_at_cut = tl.full((), 0, tl.int32)
         found = tl.full((), 0, tl.int32)
         for start in range(0, size, TILE):
             place = start + tl.arange(0, TILE)
-            x = _scores(logits, place, place < size, temperature)
-            at = ((_order(x) == cut) & (place < size)).to(tl.int32)
-            rank = num_at_cut + tl.cumsum(at)
-            share = tl.exp(x - best)
-            is_left = (place < size) & (_order(x) >= cut) & ((at == 0) | (rank > left_out)) & (share >= min_p)
-            share = tl.where(is_left, share, 0.0).to(tl.float64)
+            share, at_cut = _shares(logits, place, size, temperature, best, cut, num_at_cut, left_out, min_p)
             here = tl.min(tl.where((share > 0) & (passed + tl.cumsum(share) > target), place, size))
             last = tl.max(tl.where(share > 0, place, -1))
             is_here = (found == 0) & (here < size)
@@ -153,7 +158,7 @@ def _choose(logits, stride, choices, tokens, size, TILE: tl.constexpr):
             token = tl.where(is_here, here, tl.where((found == 0) & (last >= 0), last, token))
             found = tl.where(is_here, 1, found)
             passed += tl.sum(share)
-            num_at_cut += tl.sum(at)
+            num_at_cut += at_cut
     tl.store(tokens + row, token.to(tl.int64))
 
 
