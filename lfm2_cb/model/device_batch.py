@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from ..ops.attention.kv_blocks import KVBlocks, gather
+from ..ops.attention.kv_blocks import gather
 from ..ops.attention.reference import attend_alone
-from ..ops.kernel_set import REFERENCE, KernelSet
+from ..ops.kernel_set import KernelSet
 from ..ops.triton.tables import Packed, StepTables, lay_out
 from .hybrid_cache import HybridCache
+from .paged_state import PagedState
 from .ragged_batch import RaggedBatch, Row
 from .sequence_state import AttentionLayer, ConvLayer
 
+if TYPE_CHECKING:  # what imports Triton is imported where a device is for it
+    from ..ops.triton.kernels import TritonKernels
 
-class DeviceBatch(RaggedBatch):
+
+class DeviceBatch(PagedState, RaggedBatch):
     """As `RaggedBatch`; nothing that the layers ask of it waits for the device. Shared prefixes are read by every row
     (a card's cache has them then); rows that attend sparsely do so in torch.
 
-    input_ids, position_ids: `[tokens]` int32. logits_index: `[sum of num_logits]` int32.
+    input_ids, position_ids, slots: `[tokens]` int32. logits_index: `[sum of num_logits]` int32.
     """
 
-    def __init__(
-        self,
-        rows: Sequence[Row],
-        cache: HybridCache,
-        kernel_size: int,
-        shared: Sequence[tuple[Sequence[int], int]] = (),
-        kernels: KernelSet = REFERENCE,
-    ) -> None:
-        assert kernels.triton is not None
-        self._triton = kernels.triton
-        super().__init__(rows, cache, kernel_size, shared, kernels)
+    @property
+    def _triton(self) -> TritonKernels:
+        assert self.kernels.triton is not None
+        return self.kernels.triton
 
     def _place(self, shared: Sequence[tuple[Sequence[int], int]]) -> None:
         self.tables = tables = StepTables(self._lay_out(), self.device)
         self.input_ids, self.position_ids, self.logits_index = tables.input_ids, tables.positions, tables.logits_index
+        self.slots = tables.slots
 
     def _lay_out(self) -> dict:
         sequences = [
@@ -51,30 +50,23 @@ class DeviceBatch(RaggedBatch):
             )
             for row in self.rows
         ]
+        # As where a prompt's chunks are taken up from elsewhere: its rows of one step begin from and write one slot.
+        writer_of = {row: i for i, s in enumerate(sequences) for row, _ in s.writes}
+        self._begins_from_written = any(writer_of.get(s.read_row, i) != i for i, s in enumerate(sequences))
         group = self.cache.num_heads // self.cache.num_kv_heads
         queries = self._triton.chunk_queries(group)
         return lay_out(sequences, self.cache.plan.block_size, queries)
 
     # SequenceState
 
-    def attend_packed(
-        self, layer: AttentionLayer, qkv: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        norms, caches = (layer.q_layernorm, layer.k_layernorm), self._caches(layer)
-        q = self.kernels.norm_rotate_write(qkv, layer.num_heads, *norms, rope, self.tables.slots, *caches)
-        return super().attend_packed(layer, qkv, rope) if q is None else (self._attend(layer, q), None)
-
     def attend(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        self._triton.write_rows(k, v, self.tables.slots, *self._caches(layer))
-        return self._attend(layer, q), None
+        self._triton.write_rows(k, v, self.slots, *self.caches(layer))
+        return self.attend_queries(layer, q), None
 
-    def _caches(self, layer: AttentionLayer) -> tuple[KVBlocks, KVBlocks]:
-        return self.cache.keys[layer.layer_idx], self.cache.values[layer.layer_idx]
-
-    def _attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
-        keys, values = self._caches(layer)
+    def attend_queries(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
+        keys, values = self.caches(layer)
         mixed = self._triton.attend(q, keys, values, self.tables, layer.scaling)
         for i, row in enumerate(self.rows):
             if row.sparse is not None:
@@ -88,7 +80,8 @@ class DeviceBatch(RaggedBatch):
         if self._drafted is not None:  # before the kernel overwrites a state
             b, _, x = bcx.chunk(3, dim=-1)
             self._drafted[i] = torch.cat((states[self.tables.read_rows].flatten(0, 1), b * x))
-        return self._triton.short_conv(bcx, states, conv.weight, conv.bias, self.tables)
+        source = states.clone() if self._begins_from_written else None
+        return self._triton.short_conv(bcx, states, conv.weight, conv.bias, self.tables, source)
 
 
 def make_batch(

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ..ops.attention.kv_blocks import KVBlocks
 from ..ops.kernel_set import KernelSet
 from .hybrid_cache import HybridCache
+from .paged_state import PagedState
 from .ragged_batch import Row
-from .sequence_state import AttentionLayer, ConvLayer, SequenceState
+from .sequence_state import AttentionLayer, ConvLayer
 from .static_inputs import StaticInputs
 
 
-class PaddedDecodeBatch(SequenceState):
+class PaddedDecodeBatch(PagedState):
     """One token of each of up to `num_rows` sequences, in tensors that stay where they are from step to step; after
     `fill`, of others. A device graph captured of a forward over it then holds for them too.
 
@@ -63,7 +63,7 @@ class PaddedDecodeBatch(SequenceState):
         fields = self._inputs.on_device
         self.input_ids, self.position_ids = fields["input_ids"], fields["position_ids"]
         self.kv_lens, self.block_table = fields["kv_lens"], fields["block_table"]
-        self._slot_mapping, self._slots = fields["slot_mapping"], fields["slots"]
+        self._slot_mapping, self.slots = fields["slot_mapping"], fields["slots"]
         self._read_rows, self._write_rows = fields["read_rows"], fields["write_rows"]
         # Rows of "all states, then the inputs" that a token sees, oldest first; its new state are all but the first.
         window, row = kernel_size - 1, np.arange(num_rows)
@@ -76,13 +76,8 @@ class PaddedDecodeBatch(SequenceState):
     def logits_index(self) -> torch.Tensor:
         return self.input_ids  # of every row
 
-    def holds(self, rows: Sequence[Row]) -> bool:
-        """Whether the rows, of which there are not too many, have room in the tensors."""
-        size = self.cache.plan.block_size
-        return all(row.start // size < self.max_blocks for row in rows)
-
     def fill(self, rows: Sequence[Row]) -> None:
-        """Put other rows in the place of those before. All must be decodes, and `holds` be true."""
+        """Put other rows in the place of those before: decodes, at most `num_rows`, each of at most `max_blocks`."""
         cache, size, heads, count = self.cache, self.cache.plan.block_size, self.cache.num_kv_heads, len(rows)
         host = self._inputs.host()
         starts = np.array([row.start for row in rows], dtype=np.int64)
@@ -115,24 +110,14 @@ class PaddedDecodeBatch(SequenceState):
 
     # SequenceState
 
-    def attend_packed(
-        self, layer: AttentionLayer, qkv: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        norms, caches = (layer.q_layernorm, layer.k_layernorm), self._caches(layer)
-        q = self.kernels.norm_rotate_write(qkv, layer.num_heads, *norms, rope, self._slots, *caches)
-        return super().attend_packed(layer, qkv, rope) if q is None else (self._attend(layer, q), None)
-
     def attend(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         self.cache.write_kv(layer.layer_idx, self._slot_mapping, k, v, self.kernels)
-        return self._attend(layer, q), None
+        return self.attend_queries(layer, q), None
 
-    def _caches(self, layer: AttentionLayer) -> tuple[KVBlocks, KVBlocks]:
-        return self.cache.keys[layer.layer_idx], self.cache.values[layer.layer_idx]
-
-    def _attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
-        keys, values = self._caches(layer)
+    def attend_queries(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
+        keys, values = self.caches(layer)
         mixed = self.kernels.decode_attention(q, keys, values, self.kv_lens, self.block_table, layer.scaling)
         return mixed.flatten(-2)
 

@@ -28,6 +28,7 @@ def _products(bcx, state, start, place, is_place, channel, is_channel, hidden, W
 @triton.jit
 def _short_conv(
     bcx,
+    source,
     cache,
     weight,
     bias,
@@ -44,7 +45,10 @@ def _short_conv(
     CHANNELS: tl.constexpr,
     STATE_ROWS: tl.constexpr,
 ):
-    """The first tile of a sequence also writes its states: all that is read of a state, it reads."""
+    """The first tile of a sequence also writes its states: all that is read of a state, it reads.
+
+    source: the cache, or a copy where a sequence begins from what another writes.
+    """
     WINDOW: tl.constexpr = KERNEL - 1
     sequence, place = tl.load(tiles + 2 * tl.program_id(0)), tl.load(tiles + 2 * tl.program_id(0) + 1)
     start, end = tl.load(first + sequence), tl.load(first + sequence + 1)
@@ -52,7 +56,7 @@ def _short_conv(
     is_token = start + token < end
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < hidden
-    state = cache + tl.load(read_rows + sequence).to(tl.int64) * WINDOW * hidden
+    state = source + tl.load(read_rows + sequence).to(tl.int64) * WINDOW * hidden
 
     mixed = tl.zeros((TOKENS, CHANNELS), tl.float32)
     if bias is not None:
@@ -78,12 +82,19 @@ def _short_conv(
 
 
 def short_conv(
-    bcx: torch.Tensor, cache: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tables: TablesOfConv
+    bcx: torch.Tensor,
+    cache: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tables: TablesOfConv,
+    source: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As `ops.short_conv.gated_short_conv`, between the rows of the cache that the tables name.
 
     Args:
         bcx: `[tokens, 3 * hidden]`. cache: `[rows, kernel - 1, hidden]` in the same dtype.
+        source: what the sequences begin from lies there; None: in the cache. A copy of it is needed where a sequence
+            begins from a row that another writes: programs run in any order.
         weight: `[hidden, 1, kernel]`, kernel up to `CONV_TOKENS + 1`. bias: `[hidden]`, or None.
     Returns: `[tokens, hidden]`.
     """
@@ -91,7 +102,8 @@ def short_conv(
     out = torch.empty((len(bcx), hidden), dtype=bcx.dtype, device=bcx.device)
     num_tiles, channels = len(tables.conv_tiles), min(power_of_two(hidden), CHANNELS)
     _short_conv[num_tiles, triton.cdiv(hidden, channels)](
-        *(bcx, cache, weight.contiguous(), bias, out, tables.conv_tiles, tables.first, tables.read_rows),
+        *(bcx, cache if source is None else source, cache, weight.contiguous(), bias, out),
+        *(tables.conv_tiles, tables.first, tables.read_rows),
         *(tables.write_first, tables.write_rows, tables.write_ends, hidden),
         KERNEL=kernel,
         TOKENS=1 if num_tiles == len(bcx) else CONV_TOKENS,

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.engine import padded_steps, runner
+from lfm2_cb.model.ragged_batch import Row
 from lfm2_cb.ops.kernel_set import KernelSet
 from lfm2_cb.ops.triton import TritonUnavailable
 
@@ -87,3 +88,17 @@ def test_drafts_sampling_and_an_8_bit_cache(device):
 def test_what_cannot_be_had_is_refused_by_name(device):
     with pytest.raises(TritonUnavailable, match=r"kernels='triton' cannot be had: they are for no torch\.float64"):
         KernelSet.resolve("triton", device, torch.float64)
+
+
+def test_a_row_that_begins_from_a_state_that_another_writes(device):
+    """As rows of a prompt with chunks taken up from elsewhere. Programs run in any order; here the writer is first."""
+    stock = random_stock(3).to(device)
+    logits = []
+    for kernels in ("torch", "triton"):
+        with ContinuousBatchingGenerator(stock, cache_memory="1MiB", block_size=8, kernels=kernels) as generator:
+            run = generator.engine.runner.forward
+            run([Row([5, 6, 7, 8], 0, [0, 1], 0)])
+            writer, reader = Row([9, 10, 11], 4, [0, 1], 0, num_logits=1), Row([9, 12], 4, [2, 3], 0, num_logits=1)
+            reader.keeps_state = False
+            logits.append(run([writer, reader]))
+    torch.testing.assert_close(*logits)
