@@ -1,4 +1,5 @@
-"""A live `PeftModel` over stock LFM2: the stock model that it wraps, and its adapters."""
+"""Live stock LFM2s whose layers PEFT has wrapped, within a `PeftModel` or by themselves (as `generate_batch` of a
+`PeftModel` gets them, and after stock's `load_adapter`): the stock model beneath, and its adapters."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 from transformers import Lfm2ForCausalLM, Lfm2MoeForCausalLM, PreTrainedModel
 
+from .adapter import PREFIX
 from .peft_config import AdapterError
 from .sources import Tensors
 
@@ -17,9 +19,26 @@ INNER = ("base_layer", "original_module")
 
 
 def is_peft(model: Any) -> bool:
-    """Whether it is a `PeftModel`. (Nobody can hand us one without having imported peft.)"""
+    """Whether it is a `PeftModel`, or a stock LFM2 that PEFT has put layers into. (Nobody can hand us one without
+    having imported peft.)"""
     peft = sys.modules.get("peft")
-    return peft is not None and isinstance(model, peft.PeftModel)
+    if peft is None:
+        return False
+    is_stock = type(model) in (Lfm2ForCausalLM, Lfm2MoeForCausalLM)
+    return isinstance(model, peft.PeftModel) or (is_stock and bool(_tuned_layers(model)))
+
+
+def wrapped_stock(model: Any) -> PreTrainedModel:
+    """The stock model that has PEFT's layers in it. Raises: TypeError: it is no stock LFM2."""
+    base = model.get_base_model() if isinstance(model, sys.modules["peft"].PeftModel) else model
+    if not isinstance(base, (Lfm2ForCausalLM, Lfm2MoeForCausalLM)):
+        raise TypeError(f"lfm2_cb runs LFM2 models, got a PeftModel over {type(base).__name__}")
+    return base
+
+
+def _tuned_layers(model: nn.Module) -> list[Any]:
+    kind = sys.modules["peft"].tuners.tuners_utils.BaseTunerLayer
+    return [module for module in model.modules() if isinstance(module, kind)]
 
 
 def stock_within(model: Any) -> PreTrainedModel:
@@ -27,9 +46,7 @@ def stock_within(model: Any) -> PreTrainedModel:
 
     Raises: AdapterError: an adapter is merged into them. TypeError: the base is no stock LFM2.
     """
-    base = model.get_base_model()
-    if not isinstance(base, (Lfm2ForCausalLM, Lfm2MoeForCausalLM)):
-        raise TypeError(f"lfm2_cb runs LFM2 models, got a PeftModel over {type(base).__name__}")
+    base = wrapped_stock(model)
     for name, module in base.named_modules():
         if getattr(module, "merged_adapters", None):
             raise AdapterError(f"adapter {module.merged_adapters[0]!r} is merged into {name}: call unmerge_adapter()")
@@ -58,9 +75,30 @@ def _inner(base: nn.Module, name: str) -> nn.Module:
 
 
 def adapters_of(model: Any) -> dict[str, Tensors]:
-    """The adapters of a PeftModel by their names, as they are now: copied."""
+    """The adapters of such a model by their names, as they are now: copied."""
     peft = sys.modules["peft"]
     return {
-        name: Tensors(config.to_dict(), peft.get_peft_model_state_dict(model, adapter_name=name))
+        name: Tensors(
+            config.to_dict(),
+            {PREFIX + key.removeprefix(PREFIX): tensor for key, tensor in _state(peft, model, name).items()},
+        )
         for name, config in model.peft_config.items()
     }
+
+
+def _state(peft: Any, model: Any, name: str) -> dict[str, torch.Tensor]:
+    return peft.get_peft_model_state_dict(model, adapter_name=name)
+
+
+def active_adapter(model: Any) -> str | None:
+    """The adapter that the model's own `generate()` runs with; None: the base.
+
+    Raises: AdapterError: several, whose changes PEFT adds up.
+    """
+    layers = _tuned_layers(model)
+    if not layers or layers[0].disable_adapters:
+        return None
+    names = layers[0].active_adapters
+    if len(names) > 1:
+        raise AdapterError(f"adapters {', '.join(map(repr, names))} are active together: choose one by adapter=")
+    return names[0] if names else None

@@ -6,7 +6,7 @@ import copy
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.utils import logging
 
+from ..adapters.live import active_adapter, adapters_of, is_peft, stock_within, wrapped_stock
 from ..engine.engine import StepOutput
 from ..generator import ContinuousBatchingGenerator
 from ..loading import as_lfm2_cb
@@ -47,7 +48,9 @@ class Lfm2CbManager(ContinuousBatchingManager):
     output; results of one request can be waited for without turning over those of others; what is refused raises.
 
     Args:
-        model: one of ours or a live stock LFM2, whose weights are shared.
+        model: one of ours or a live stock LFM2, whose weights are shared; or one with PEFT's adapters, in a
+            `PeftModel` or by itself: these are taken as they are at each start, and a call without `adapter=` runs
+            with the one that is active, as the model's own `generate()` does.
         generation_config: what requests take where they do not say; resolved as `generate()` does, with the model's
             defaults (stock's manager leaves these out).
         continuous_batching_config: see `manager_config`.
@@ -60,7 +63,10 @@ class Lfm2CbManager(ContinuousBatchingManager):
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: Any = None,
     ) -> None:
-        self.model, self.generation_config = model, generation_config
+        self._peft = model if is_peft(model) else None
+        self.keeper = model if self._peft is None else wrapped_stock(model)  # which keeps this manager between calls
+        self.model = model if self._peft is None else stock_within(model)
+        self.generation_config = generation_config
         self.continuous_batching_config = continuous_batching_config or ContinuousBatchingConfig()
         check_config(self.continuous_batching_config)
         seed = self.continuous_batching_config.seed
@@ -93,12 +99,20 @@ class Lfm2CbManager(ContinuousBatchingManager):
                 if self._live or self.is_running():
                     raise RuntimeError("the model was moved or replaced while the manager runs: stop it before")
             options = engine_config(self.continuous_batching_config, ours)
-            adapters = getattr(self.continuous_batching_config, "adapters", None)
+            adapters = getattr(self.continuous_batching_config, "adapters", None) or {}
             self._generator = ContinuousBatchingGenerator(ours, **vars(options), adapters=adapters)
+            self._take_live_adapters(self._generator, adapters)
             self._placed = (ours.dtype, ours.device)
             engine = self._generator.engine
             self.batch_processor = BatchProcessor(engine, SchedulerView(engine, self._live))
             return self._generator
+
+    def _take_live_adapters(self, generator: ContinuousBatchingGenerator, others: Collection[str]) -> None:
+        """The model's own as they are now, but for names that others have."""
+        if self._peft is not None:
+            for name, source in adapters_of(self._peft).items():
+                if name not in others:
+                    generator.engine.load_adapter(name, source)
 
     @property
     def generator(self) -> ContinuousBatchingGenerator:
@@ -128,7 +142,9 @@ class Lfm2CbManager(ContinuousBatchingManager):
             logger.warning("Manager thread is already running.")
             return
         self.background_thread_status.clear()
-        loop = self._prepare().loop
+        generator = self._prepare()
+        self._take_live_adapters(generator, getattr(self.continuous_batching_config, "adapters", None) or {})
+        loop = generator.loop
         loop.engine.forget_cached()
         self._generation_thread = GenerationThread(
             loop,
@@ -166,7 +182,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
         if block:
             self.join(perf_counter(), timeout)
         if keep_for_next_session:
-            keep_manager(self.model, self)
+            keep_manager(self.keeper, self)
         elif self._generation_thread is None:
             self._generator = self.batch_processor = None
             self.warmed_up = False
@@ -304,6 +320,8 @@ class Lfm2CbManager(ContinuousBatchingManager):
         self, generator: ContinuousBatchingGenerator, kwargs: dict[str, Any], num_prompts: int
     ) -> GenerateOptions:
         given = {name: value for name, value in kwargs.items() if value is not None}
+        if self._peft is not None and "adapter" not in kwargs and (active := active_adapter(self._peft)) is not None:
+            given["adapter"] = active
         config = copy.copy(given.pop("generation_config", self.generation_config))
         config.cache_implementation = None  # "paged" is how generate() is asked to come here, and the cache is ours
         given.pop("cache_implementation", None)

@@ -49,7 +49,7 @@ def destroy_cached_continuous_batching_manager(self: PreTrainedModel) -> None:
     kept = kept_manager(self)
     if kept is not None:
         kept.destroy()
-        keep_manager(self, None)
+        keep_manager(getattr(kept, "keeper", self), None)
 
 
 @contextmanager

@@ -1,13 +1,18 @@
 """Adapters behind every door: the same answers as `generate(adapter=...)`."""
 
+import copy
 import json
 
+import peft
 import pytest
+import torch
 from making import Peft, save_adapter
 from transformers import GenerationConfig, pipeline
 
-from lfm2_cb import ContinuousBatchingGenerator
+from lfm2_cb import ContinuousBatchingGenerator, disable, enable
+from lfm2_cb.adapters.peft_config import AdapterError
 from lfm2_cb.cli.main import main
+from lfm2_cb.hf.manager import Lfm2CbManager
 from lfm2_cb.hf.manager_config import Lfm2CbBatchingConfig
 from lfm2_cb.model.conversion import adopt
 from lfm2_cb.model.modeling import Lfm2CbForCausalLM
@@ -67,6 +72,50 @@ def test_generate_batch(demo_stock, demo_tokenizer, paths, expected):
     )
     wanted = [expected[pair] for pair in zip(["a", "b", None], TEXTS, strict=True)]
     assert [output.generated_tokens for output in outputs.values()] == wanted
+
+
+def test_stocks_methods_of_a_live_peft_model(demo_stock, demo_tokenizer, paths, expected):
+    """With its adapters, by their names; without `adapter=` the one that is active, as its own `generate()`."""
+    live = peft.PeftModel.from_pretrained(copy.deepcopy(demo_stock), paths["a"], adapter_name="a").eval()
+    live.load_adapter(paths["b"], "b")
+    ids, config = [demo_tokenizer(text)["input_ids"] for text in TEXTS], Lfm2CbBatchingConfig(cache_memory="8MiB")
+    options = {"generation_config": GenerationConfig(**OPTIONS), "continuous_batching_config": config}
+
+    def run(**kwargs):
+        outputs = live.generate_batch(ids, persistent_manager=True, **options, **kwargs)
+        return [output.generated_tokens for output in outputs.values()]
+
+    def wanted(*names):
+        return [expected[pair] for pair in zip(names, TEXTS, strict=True)]
+
+    enable()
+    try:
+        assert run(adapter=["a", "b", None]) == wanted("a", "b", None)
+        assert run() == wanted("a", "a", "a")
+        kept = live._cached_continuous_batching_manager
+        live.set_adapter("b")
+        assert run() == wanted("b", "b", "b")
+        assert run(adapter=None) == wanted(None, None, None)
+        with live.disable_adapter():
+            assert run() == wanted(None, None, None)
+        with torch.no_grad():  # trained further
+            for name, parameter in live.named_parameters():
+                if "lora_B.b" in name:
+                    parameter.mul_(-3)
+        own = [live.generate(input_ids=torch.tensor([row]), **OPTIONS)[0, len(row) :].tolist() for row in ids]
+        assert run() == own != wanted("b", "b", "b")
+        assert live._cached_continuous_batching_manager is kept
+        live.base_model.set_adapter(["a", "b"])
+        with pytest.raises(AdapterError, match="together"):
+            run()
+        live.destroy_cached_continuous_batching_manager()
+    finally:
+        disable()
+    manager = Lfm2CbManager(live, options["generation_config"], config)
+    manager.start()
+    names = manager.add_requests(ids, adapter="a")
+    assert [manager.get_result(name).generated_tokens for name in names] == wanted("a", "a", "a")
+    manager.destroy()
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
