@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..model.modeling import Lfm2CbForCausalLM
-from ..ops.adapters import Delta, DeltaShape, lay_out
+from ..ops.adapters import Delta, DeltaShape, Move
 from .peft_config import HEAD, AdapterError, PeftConfig
 from .projections import Part, Projection, base_bias, base_weight
 from .sources import Source
@@ -53,16 +53,15 @@ class Change:
         return DeltaShape(in_features, outputs, self.rank, self.magnitude is not None, has_addend)
 
     @torch.inference_mode()
-    def fill(self, delta: Delta, tensors: Mapping[str, torch.Tensor], model: Lfm2CbForCausalLM) -> None:
-        """Put the tensors in their places, as far as they depend on the base computed by its weights as they are."""
+    def fill(self, delta: Delta, tensors: Mapping[str, torch.Tensor], model: Lfm2CbForCausalLM) -> list[Move]:
+        """Put the vectors in their places, as far as they depend on the base computed by its weights as they are.
+
+        Returns: the matrices, which are still to be laid out.
+        """
         outputs, ratio = self.part.out_features, None
         if self.magnitude is not None:
             assert delta.ratio is not None
             ratio = delta.ratio[:outputs].copy_(self._ratio(tensors, model))
-        if delta.a is not None and delta.b is not None:
-            b = tensors[self.module + B].to(delta.b.device, torch.float32) * self.scale
-            delta.b.copy_(lay_out(b if ratio is None else b * ratio[:, None]))
-            delta.a.copy_(lay_out(tensors[self.module + A].T))
         if delta.addend is not None:
             addend = torch.zeros(outputs, device=delta.addend.device)
             if self.b_bias is not None:
@@ -72,6 +71,12 @@ class Change:
                 new = old if self.bias is None else tensors[self.bias].to(addend)
                 addend += new - (old if ratio is None else ratio * old)
             delta.addend[:outputs] = addend
+        if delta.a is None or delta.b is None:
+            return []
+        b, scale = tensors[self.module + B], self.scale
+        if ratio is not None:
+            b, scale = b.to(ratio) * scale * ratio[:, None], 1.0
+        return [Move(delta.a, tensors[self.module + A].T), Move(delta.b, b, scale)]
 
     def _ratio(self, tensors: Mapping[str, torch.Tensor], model: Lfm2CbForCausalLM) -> torch.Tensor:
         """DoRA's magnitudes over the norms of the rows that they stand for (arXiv 2402.09353, equation 5)."""
@@ -88,7 +93,7 @@ class Adapter:
     Attributes:
         adapter_id: never used twice.
         changes: of the layers that it changes; head: the key of a head of its own.
-        num_bytes: that it takes where it is computed with.
+        num_bytes: that it takes where it is computed with; layout: how these are laid out.
     """
 
     name: str
@@ -98,6 +103,11 @@ class Adapter:
     dtype: torch.dtype
     num_bytes: int = 0
     adapter_id: int = field(default_factory=lambda: next(_ids))
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Another's memory may be filled with this one where theirs are equal."""
+        return (self.head is not None, *((change.part.index, change.shape) for change in self.changes))
 
 
 def read_adapter(name: str, source: Source, model: Lfm2CbForCausalLM, projections: Sequence[Projection]) -> Adapter:

@@ -8,8 +8,8 @@ place is filled, or let go.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from torch import nn
 
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import Row
-from ..ops.adapters import FIELDS, Delta, Routing, add_deltas, reference_delta
+from ..ops.adapters import FIELDS, Delta, Move, Routing, add_deltas, lay_out_all, reference_delta
 from ..ops.kernel_set import KernelSet
 from ..ops.linear.table import DENSE, product
 from ..ops.memory import zeros
@@ -49,6 +49,7 @@ class AdapterPool:
         self._known: dict[str, Adapter] = {}
         self._projections: list[Projection] = []
         self._active: dict[int, Active] = {}  # by place
+        self._spares: list[Active] = []  # let go
         self._layers: dict[nn.Module, AdaptedLayer] = {}
         self._table: torch.Tensor | None = None
 
@@ -100,36 +101,64 @@ class AdapterPool:
         known = ", ".join(map(repr, self._known)) if 0 < len(self._known) <= 10 else f"{len(self._known)} others"
         return AdapterError(f"there is no adapter {name!r}" + (f" ({known} are loaded)" if self._known else ""))
 
+    def prefetch(self, adapters: Iterable[Any]) -> None:
+        """These will be brought in soon. From any thread."""
+        for adapter in adapters:
+            adapter.source.prefetch()
+
     # Places; between two steps only
 
-    def fill(self, place: int, adapter: Adapter) -> None:
-        """Bring an adapter in memory, in an empty place. Raises: AdapterError: it cannot be had."""
+    def fill(self, place: int, adapter: Adapter, native: NativeKernels | None = None) -> None:
+        """Bring an adapter in memory, in an empty place. Raises: AdapterError: it cannot be had.
+
+        Args: native: what lays it out; None: torch.
+        """
         tensors = adapter.source.read()
-        memory = zeros((adapter.num_bytes,), torch.uint8, self.model.device)
-        active, start = Active(adapter), 0
+        active = self._room_for(adapter)
+        moves: list[Move] = []
         for change in adapter.changes:
-            delta = change.shape.carve(memory, start, self.model.dtype)
-            change.fill(delta, tensors, self.model)
-            active.deltas[change.part.index] = delta
-            start += change.shape.num_bytes(self.model.dtype)
+            moves += change.fill(active.deltas[change.part.index], tensors, self.model)
+        lay_out_all(native, moves)
         if adapter.head is not None:
-            shape = self.model.config.vocab_size, self.model.config.hidden_size
-            active.head = memory[start:].view(self.model.dtype).view(shape)
+            assert active.head is not None
             active.head.copy_(tensors[adapter.head])
         self._put(place, active)
 
-    def clear(self, place: int) -> None:
-        """Let go of what is there."""
-        if self._active.pop(place, None) is not None:
-            self._descriptors()[place] = 0
+    def _room_for(self, adapter: Adapter) -> Active:
+        """Memory for it: that of one just let go which is laid out alike (new memory is written twice), or new."""
+        for i, spare in enumerate(self._spares):
+            if spare.adapter.layout == adapter.layout:
+                return replace(self._spares.pop(i), adapter=adapter)
+        dtype = self.model.dtype
+        memory = zeros((adapter.num_bytes,), torch.uint8, self.model.device)
+        active, start = Active(adapter), 0
+        for change in adapter.changes:
+            active.deltas[change.part.index] = change.shape.carve(memory, start, dtype)
+            start += change.shape.num_bytes(dtype)
+        if adapter.head is not None:
+            shape = self.model.config.vocab_size, self.model.config.hidden_size
+            active.head = memory[start:].view(dtype).view(shape)
+        return active
 
-    def follow_model(self) -> None:
+    def clear(self, place: int) -> None:
+        """Let go of what is there. Its memory is kept for what is filled next, until `return_spares`."""
+        active = self._active.pop(place, None)
+        if active is not None:
+            self._descriptors()[place] = 0
+            self._spares.append(active)
+
+    def return_spares(self) -> None:
+        """Give back the memory of what was let go."""
+        self._spares = []
+
+    def follow_model(self, native: NativeKernels | None = None) -> None:
         """The base may have been changed: compute again what depends on it."""
         self._layers = {}
         for place, active in list(self._active.items()):
             if any(change.depends_on_base for change in active.adapter.changes):
                 self.clear(place)
-                self.fill(place, active.adapter)
+                self.fill(place, active.adapter, native)
+        self.return_spares()
 
     def _put(self, place: int, active: Active) -> None:
         self._active[place] = active

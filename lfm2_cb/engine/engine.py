@@ -147,6 +147,8 @@ class Engine:
         `check_model` has been called for them: what that has seen is taken over before they run.
         """
         now = time.perf_counter()
+        wanted = {request.adapter for request in requests if request.adapter is not None}
+        self.adapters.prefetch([adapter for adapter in wanted if adapter not in self.scheduler.adapters])
         for request in requests:
             for r in (request, *request.forks):
                 r.metrics.arrival_time = now
@@ -220,13 +222,14 @@ class Engine:
         try:
             for place, adapter in list(missing.items()):
                 try:
-                    self.adapters.fill(place, adapter)
+                    self.adapters.fill(place, adapter, self.runner.native)
                     del missing[place]
                 except Exception as error:
                     for request in [r for r in self.scheduler.running if r.adapter is adapter]:
                         request.error = error
                         outputs.append(self._finish(request, [], FinishReason.ERROR))
         finally:
+            self.adapters.return_spares()
             for adapter in missing.values():
                 self.scheduler.adapters.drop(adapter)
         return outputs
@@ -270,7 +273,7 @@ class Engine:
     def _follow_model(self) -> None:
         changed = [runner.follow_model() for runner in self._runners()]
         if changed[0]:
-            self.adapters.follow_model()
+            self.adapters.follow_model(self.runner.native)
             self.forget_cached()
 
     def forget_cached(self) -> None:

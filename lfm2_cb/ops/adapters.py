@@ -84,11 +84,47 @@ def _aligned(size: int) -> int:
 
 
 def lay_out(matrix: torch.Tensor) -> torch.Tensor:
-    """B `[out, rank]`, or A turned, `[in, rank]`, as a `Delta` has it."""
+    """B `[out, rank]`, or A turned, `[in, rank]`, as a `Delta` has it. The torch reference."""
     size, rank = matrix.shape
     whole = matrix.new_zeros(-(-size // PANEL) * PANEL, rank)
     whole[:size] = matrix
     return whole.view(-1, PANEL, rank).transpose(1, 2)
+
+
+class Move(NamedTuple):
+    """A matrix `[size, rank]` that is to be laid out in `panels`, multiplied by `scale`. (A is moved turned.)"""
+
+    panels: torch.Tensor
+    matrix: torch.Tensor
+    scale: float = 1.0
+
+
+def lay_out_all(native: NativeKernels | None, moves: Sequence[Move]) -> None:
+    """Of each move `panels.copy_(lay_out(matrix * scale))`, the product in fp32: an adapter's matrices in one call.
+
+    native: None: by torch, as where the panels are on a device or in another dtype than fp32 or bf16.
+    """
+    kinds = {move.panels.dtype for move in moves}
+    if native is None or not kinds or not kinds <= _MOVED or any(move.panels.device.type != "cpu" for move in moves):
+        for panels, matrix, scale in moves:
+            panels.copy_(lay_out(matrix.to(panels.device, torch.float32) * scale))
+        return
+    described = torch.zeros(len(moves), 8, dtype=torch.int64)
+    fields, kept = described.numpy(), []
+    for i, (panels, matrix, scale) in enumerate(moves):
+        if matrix.dtype not in _MOVED:
+            matrix = matrix.float()
+        if 1 not in matrix.stride():
+            matrix = matrix.contiguous()
+        kept.append(matrix)
+        is_bf16 = matrix.dtype == torch.bfloat16
+        fields[i, :7] = panels.data_ptr(), matrix.data_ptr(), *matrix.shape, *matrix.stride(), is_bf16
+        fields[i, 7:].view(np.float64)[0] = scale
+    native.call("lay_out_adapter", described, len(moves), kinds == {torch.bfloat16})
+
+
+#: dtypes that the kernel reads and writes
+_MOVED = frozenset((torch.float32, torch.bfloat16))
 
 
 def _as_it_was(panels: torch.Tensor, size: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.adapters.peft_config import AdapterError, PeftConfig
+from lfm2_cb.adapters.sources import Folder
 from lfm2_cb.scheduling.adapters import AdapterTooLarge
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
@@ -67,6 +68,7 @@ REFUSED = {
         "use_dora=False",
     ),
     "fewer targets than matrices": ({"target_modules": ["w1"]}, {}, "belongs to no layer"),
+    "whole numbers": ({}, {KEY: torch.zeros(4, 3, dtype=torch.int8)}, f"{KEY} is of I8"),
     "no rank": ({"r": None}, {}, "cannot be read"),
     "a convolution's bias": ({}, {"base_model.model.model.layers.0.conv.conv.bias": torch.ones(3)}, "conv.conv.bias"),
 }
@@ -138,6 +140,18 @@ def test_requests_of_an_adapter_that_is_gone_end_alone(generator, stock, saved, 
     assert output.token_ids == reference.greedy(saved, prompts[0], 6)
     for name in ("gone", "here"):
         generator.unload_adapter(name)
+
+
+def test_files_are_asked_for_when_requests_are_queued_that_want_them(generator, saved, monkeypatch):
+    asked, prefetch = [], Folder.prefetch
+    monkeypatch.setattr(Folder, "prefetch", lambda self: (asked.append(self.folder), prefetch(self)))
+    generator.load_adapter("x", saved)
+    try:
+        for _ in range(2):  # then it is in memory
+            generator.generate([[5, 6]] * 3, adapter="x", max_new_tokens=2, **GREEDY)
+            assert [*map(str, asked)] == [str(saved)]
+    finally:
+        generator.unload_adapter("x")
 
 
 def test_a_live_peft_model_is_taken_with_its_adapters(stock, tmp_path):

@@ -118,6 +118,23 @@ def test_tokens_do_not_depend_on_the_situation(name, mixed, monkeypatch):
         engine.scheduler.check_integrity()
 
 
+def test_places_that_change_hands_hold_nothing_of_the_one_before(tmp_path):
+    """Adapters of one layout, whose memory is taken over, and of others, by turns through one place."""
+    stock = random_stock(12, num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    kinds = [{"r": 4}, {"r": 4}, {"r": 3, "use_dora": True}, {"r": 4}, {"r": 4, "modules_to_save": ["lm_head"]}] * 2
+    paths = {f"a{i}": save_adapter(stock, tmp_path / str(i), i, trained_head, **kind) for i, kind in enumerate(kinds)}
+    prompts = random_prompts(random.Random(4), len(paths), 20)
+    reference = Peft(stock)
+    expected = [reference.greedy(path, prompt, 6) for path, prompt in zip(paths.values(), prompts, strict=True)]
+    with ContinuousBatchingGenerator(stock, adapters=paths, cache_memory="4MiB") as generator:
+        places = generator.engine.scheduler.adapters
+        places.max_places, places._free = 1, [0]
+        for _ in range(2):
+            outputs = generator.generate(prompts, max_new_tokens=6, adapter=[*paths], **GREEDY)
+            assert [o.token_ids for o in outputs] == expected
+        assert places.num_loads == 2 * len(paths)
+
+
 def test_an_assistant_and_prompt_lookup_guess_for_rows_with_adapters(mixed):
     stock, paths, prompts, asked, lengths, expected = mixed
     with ContinuousBatchingGenerator(stock, adapters=paths, cache_memory="4MiB") as generator:

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from lfm2_cb.ops.adapters import FIELDS, DeltaShape, Routing, add_deltas, lay_out, reference_delta
+from lfm2_cb.ops.adapters import FIELDS, DeltaShape, Move, Routing, add_deltas, lay_out, lay_out_all, reference_delta
 
 
 def make_delta(shape, dtype, generator):
@@ -57,6 +57,27 @@ def test_the_kernel_equals_the_reference(seed, dtype, kernels):
         torch.testing.assert_close(got, expected, rtol=tolerance / 3, atol=tolerance)
         unrouted = [row for row, place in enumerate(places) if place < 0]
         assert torch.equal(got[unrouted], y[unrouted])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_matrices_are_laid_out_as_the_reference_does(seed, dtype, kernels):
+    rng, generator, moves, expected = random.Random(seed), torch.Generator().manual_seed(seed), [], []
+    for _ in range(60):
+        size, rank = rng.choice([1, 5, 31, 32, 33, 100, 256]), rng.choice([1, 2, 3, 8, 16, 17, 64])
+        kind = rng.choice([torch.float32, torch.bfloat16, torch.float16])
+        shape = (size, rank) if rng.random() < 0.5 else (rank, size)
+        matrix = torch.randn(shape, generator=generator).to(kind)
+        matrix = matrix if shape == (size, rank) else matrix.T
+        if rng.random() < 0.2:  # every second of a wider one
+            matrix = torch.randn(size, 2 * rank, generator=generator).to(kind)[:, ::2]
+        scale = rng.choice([1.0, 0.37, 2**-0.5])
+        panels = torch.full((-(-size // 32), rank, 32), torch.nan, dtype=dtype)
+        moves.append(Move(panels, matrix, scale))
+        expected.append(lay_out(matrix.float() * scale).to(dtype))
+    lay_out_all(kernels, moves)
+    for move, wanted in zip(moves, expected, strict=True):
+        assert torch.equal(move.panels, wanted)
 
 
 def test_routes_are_grouped_by_adapter():
