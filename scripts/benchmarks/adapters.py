@@ -1,7 +1,7 @@
 """Decoding with many LoRA adapters at once: beside the base alone, and beside PEFT's mixed batch.
 
 python scripts/benchmarks/adapters.py  # on random-350m, all eight kinds of layers, some 3 minutes
-python scripts/benchmarks/adapters.py --targets q_proj k_proj v_proj out_proj --no-peft
+python scripts/benchmarks/adapters.py --targets q_proj k_proj v_proj out_proj --parts rows zipf
 
 Three ratios, each of runs in turn within this process: 64 rows with 64 different adapters beside the same rows on the
 base; beside PEFT's `generate(adapter_names=...)` on the same rows; and requests for adapters drawn from a Zipf
@@ -12,6 +12,7 @@ of weights between them, which lie in the system's cache of files; the engine kn
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import random
@@ -31,6 +32,8 @@ from lfm2_cb import ContinuousBatchingGenerator, default_dtype
 from lfm2_cb.adapters.projections import projections_of
 from lfm2_cb.generator import RequestOutput
 
+#: what is measured: the same rows on the base; requests by Zipf; PEFT's mixed batch
+PARTS = ["rows", "zipf", "peft"]
 ALL = ["q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"]
 EXACT = {"do_sample": False, "eos_token_id": None, "progress_bar": False}
 
@@ -87,6 +90,24 @@ def decode_rate(generator, prompts, new_tokens: int, adapter) -> float:
 EXACT_STREAM = {name: value for name, value in EXACT.items() if name != "progress_bar"}
 
 
+def rows_on_the_base(generator, prompts, names: list[str], args: argparse.Namespace) -> str:
+    rates = alternate(
+        args.repeats,
+        base=lambda: decode_rate(generator, prompts, args.new_tokens, None),
+        adapters=lambda: decode_rate(generator, prompts, args.new_tokens, names),
+    )
+    count, read = len(prompts), machine_rates(0.3).get("probe_read_gb_per_s", math.nan)
+    size = count * generator.engine.adapters.get(names[0]).num_bytes
+    extra = count / rates["adapters"] - count / rates["base"]
+    return (
+        f"{count} rows, {count} adapters of rank {args.rank} on {' '.join(args.targets)}: "
+        f"{rates['adapters'] / rates['base']:.2f} × base "
+        f"({rates['adapters']:.0f} and {rates['base']:.0f} tok/s)\n"
+        f"a step takes {1e3 * extra:.1f} ms more, and {size / 1e9:.2f} GB of adapters at the rate "
+        f"at which memory is read, {read:.1f} GB/s, {size / read / 1e6:.1f} ms"
+    )
+
+
 def peft_rate(stock, paths: list[Path], prompts, new_tokens: int) -> float:
     """PEFT's mixed batch: tokens a second from the second token on."""
     import peft
@@ -94,10 +115,12 @@ def peft_rate(stock, paths: list[Path], prompts, new_tokens: int) -> float:
     model = peft.PeftModel.from_pretrained(stock, str(paths[0]), adapter_name="0", autocast_adapter_dtype=False)
     layers = [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
     config = model.peft_config["0"]
-    for i in range(1, len(paths)):  # as `load_adapter` does, which takes seconds for each: the values do not matter
+    for i in range(1, len(paths)):  # what `load_adapter` leaves behind, which takes seconds for each
         model.peft_config[str(i)] = config
         for layer in layers:
-            layer.update_layer(str(i), config.r, config.lora_alpha, config)
+            for kept in (*layer._modules.values(), *vars(layer).values()):
+                if isinstance(kept, (dict, torch.nn.ModuleDict)) and "0" in kept:
+                    kept[str(i)] = copy.deepcopy(kept["0"])
     model.to(stock.dtype).eval()
     ids = torch.tensor(prompts)
     times = []
@@ -146,7 +169,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=192)
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--no-peft", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument("--policy", default="fcfs")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -161,33 +184,21 @@ def main() -> None:
         names = [str(i) for i in range(args.rows)]
         options = {"max_sequences": args.rows, "adapter_memory": budget, "policy": args.policy}
         with ContinuousBatchingGenerator(model, **options) as generator:
-            for key, path in {**dict(zip(names, paths, strict=True)), **more_names(paths, folder, 1000)}.items():
+            for key, path in zip(names, paths, strict=True):
                 generator.load_adapter(key, path)
             decode_rate(generator, prompts, 4, names)
-            rates = alternate(
-                args.repeats,
-                base=lambda: decode_rate(generator, prompts, args.new_tokens, None),
-                adapters=lambda: decode_rate(generator, prompts, args.new_tokens, names),
-            )
             where = f"{facts()['cpu']}, {model.dtype}, {torch.get_num_threads()} threads"
-            print(f"{where}; {budget / 2**20:,.0f} MiB of adapters")
-            read = machine_rates(0.3).get("probe_read_gb_per_s", math.nan)
-            size = sum(change.shape.num_bytes(dtype) for change in generator.engine.adapters.get("0").changes)
-            extra = args.rows / rates["adapters"] - args.rows / rates["base"]
-            print(
-                f"a step takes {1e3 * extra:.1f} ms more, and {args.rows * size / 1e9:.2f} GB of adapters at the rate "
-                f"at which memory is read, {read:.1f} GB/s, {args.rows * size / read / 1e6:.1f} ms"
-            )
-            print(
-                f"{args.rows} rows, {args.rows} adapters of rank {args.rank} on {' '.join(args.targets)}: "
-                f"{rates['adapters'] / rates['base']:.2f} × base "
-                f"({rates['adapters']:.0f} and {rates['base']:.0f} tok/s)",
-                flush=True,
-            )
-            print(zipf(generator, [f"z{i}" for i in range(1000)], args.zipf, args.requests, 2), flush=True)
-        if not args.no_peft:
+            print(f"{where}; {budget / 2**20:,.0f} MiB of adapters", flush=True)
+            if "rows" in args.parts:
+                print(rows_on_the_base(generator, prompts, names, args), flush=True)
+            ours = decode_rate(generator, prompts, args.new_tokens, names) if "peft" in args.parts else math.nan
+            if "zipf" in args.parts:
+                for key, path in more_names(paths, folder, 1000).items():
+                    generator.load_adapter(key, path)
+                print(zipf(generator, [f"z{i}" for i in range(1000)], args.zipf, args.requests, 2), flush=True)
+        if "peft" in args.parts:
             theirs = peft_rate(load_model(args.model, dtype), paths, prompts, 4)
-            print(f"PEFT's mixed batch: {rates['adapters'] / theirs:.1f} × its {theirs:.1f} tok/s")
+            print(f"PEFT's mixed batch: {ours / theirs:.1f} × its {theirs:.1f} tok/s")
 
 
 def _size_of(model, path: Path) -> int:
