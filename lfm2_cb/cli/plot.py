@@ -82,7 +82,7 @@ def _spans(events: list[Event]) -> list[tuple[int, Event]]:
 
 def _draw_requests(axis: Axes, spans: list[tuple[int, Event]]) -> None:
     rows = {tid: row for row, tid in enumerate(dict.fromkeys(tid for tid, _ in sorted(spans, key=_arrival)))}
-    height = 0.9 if len(rows) <= 400 else 1.0  # lines of many requests touch, or they would be too thin to see
+    height = 0.9 if len(rows) <= 100 else 1.0  # lines of many requests touch: gaps of a pixel would come and go
     bars: dict[str, dict[int, list[tuple[float, float]]]] = {name: defaultdict(list) for name in COLOURS}
     for tid, event in spans:
         bars[event["name"]][rows[tid]].append((event["ts"] / 1e6, event["dur"] / 1e6))
@@ -92,7 +92,7 @@ def _draw_requests(axis: Axes, spans: list[tuple[int, Event]]) -> None:
         if bars[name]:
             axis.plot([], [], color=colour, linewidth=6, label=name)
     axis.set(ylabel="request", ylim=(len(rows) - 0.5, -0.5))
-    axis.legend(loc="upper right", ncols=len(COLOURS), framealpha=0.9)
+    _add_legend(axis)
 
 
 def _arrival(span: tuple[int, Event]) -> tuple[float, int]:
@@ -119,4 +119,9 @@ def _draw_counter(
     values = [[event["args"][key] for event in counters] for key in series]
     axis.stackplot(times, *values, labels=series, colors=colours, step="post")
     axis.set_ylabel(name.replace(" ", "\n"))
-    axis.legend(loc="upper right", ncols=len(series), framealpha=0.9)
+    _add_legend(axis)
+
+
+def _add_legend(axis: Axes) -> None:
+    """Above the panel, where it hides nothing."""
+    axis.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(COLOURS), frameon=False, borderaxespad=0.1)

@@ -134,10 +134,13 @@ class LiveView:
         return max(0, after - before) / max(later - earlier, 1e-9)
 
     def _time_left(self, now: float) -> str:
-        if self.num_rows is None or not self.summary.num_rows:
+        """By the rows done so far, in which one that runs counts as far as it may have come at least."""
+        running = list(self.engine.scheduler.running)
+        done = self.summary.num_rows + sum(r.num_output_tokens / max(1, r.max_new_tokens) for r in running)
+        if self.num_rows is None or not done:
             return "time left unknown"
-        per_row = (now - self.start) / self.summary.num_rows
-        minutes, seconds = divmod(round(per_row * (self.num_rows - self.num_done - self.summary.num_rows)), 60)
+        per_row = (now - self.start) / done
+        minutes, seconds = divmod(round(max(0.0, per_row * (self.num_rows - self.num_done - done))), 60)
         return f"{minutes}:{seconds:02} left"
 
 

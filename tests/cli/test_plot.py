@@ -38,6 +38,19 @@ def test_a_job_writes_a_trace_and_plot_draws_it(folder, capsys):
     assert main(["plot", "b.json"]) == 0
 
 
+def test_legends_hide_nothing(folder, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    with ContinuousBatchingGenerator(MODEL) as generator, generator.trace("t.json"):
+        generator.generate(demo_prompts(3), max_new_tokens=3, progress_bar=False)
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    assert main(["plot", "t.json"]) == 0
+    legends = [(axes, axes.get_legend()) for axes in figures[0].axes if axes.get_legend()]
+    assert len(legends) == 3
+    for axes, legend in legends:
+        assert legend.get_window_extent().y0 >= axes.get_window_extent().y1
+
+
 @pytest.mark.parametrize(
     "content, message",
     [
@@ -77,6 +90,20 @@ def test_the_live_view_says_what_runs():
     text = said.getvalue()
     assert "500 of 1,000" in text and "2 errors" in text and " left" in text
     assert "3 running, 0 waiting" in text and "12,348 tokens" in text and "in use" in text
+
+
+def test_the_time_left_counts_what_running_rows_have_done():
+    pytest.importorskip("rich.console")
+    with ContinuousBatchingGenerator(MODEL) as generator:
+        view = LiveView(generator.engine, num_rows=8, num_done=2, start=100.0)
+        assert view._time_left(110.0) == "time left unknown"
+        options = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
+        submission = generator.enqueue([[5, 6, 7]] * 4, generator.resolve(None, options))
+        running = generator.loop.engine.scheduler.running
+        while not running or min(request.num_output_tokens for request in running) < 15:
+            generator.loop.drive_once()
+        assert len(running) == 4 and view._time_left(110.0) == "0:20 left"  # 2 of 6 rows' work in 10 s
+        generator.abandon([submission])
 
 
 def test_live_is_a_bar_where_there_is_no_terminal(folder, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -382,3 +383,11 @@ def test_an_interrupted_run_keeps_its_readings(monkeypatch, tmp_path):
         compare.main([*TINY, *f"--workloads single --limit 1 4 --json {out}".split()])
     first, second = json.loads(out.read_text())["workloads"]["single"]["rounds"]
     assert "stock" in first and "ours" in second and "stock" not in second
+
+
+def test_the_cost_of_a_trace(capsys):
+    import tracing
+
+    tracing.main(["--model", "tiny", "--rows", "3", "--tokens", "8", "--rounds", "1"])
+    out = capsys.readouterr().out
+    assert 0 < float(re.search(r"within +(\S+)", out)[1]) < 1 and "on / off" in out and "3 rows" in out
