@@ -249,6 +249,11 @@ class AdaptedKernels(KernelSet):
             self._add_by_torch(y, x, layer, routing)
         return y
 
+    def linear_swiglu(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        if module in self._layers:  # the gates and values are changed
+            return self.swiglu(self.linear(module, x))
+        return super().linear_swiglu(module, x)
+
     def _replace_heads(self, y: torch.Tensor, x: torch.Tensor, routing: Routing) -> None:
         for place, rows in routing.groups.items():
             if (head := self._active[place].head) is not None:

@@ -94,7 +94,7 @@ class Lfm2CbMLP(nn.Module):
         self.register_load_state_dict_pre_hook(fuse_stock_names)
 
     def forward(self, x: torch.Tensor, kernels: KernelSet = MODULE_CALLS) -> torch.Tensor:
-        return kernels.linear(self.w2, kernels.swiglu(kernels.linear(self.w13, x)))
+        return kernels.linear(self.w2, kernels.linear_swiglu(self.w13, x))
 
 
 class Lfm2CbAttention(nn.Module):

@@ -7,6 +7,7 @@ weights; any other (an adapter's wrapper, a module with hooks or with a patched 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from .experts import Experts, QuantizedExperts, native_mix_experts, route
 from .linear.dense import PackedLinear
 from .linear.int8 import native_rows_int8
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, quantized_linear
-from .linear.table import DENSE, products
+from .linear.table import DENSE, SWIGLU_TABLE, Product, products
 from .native import NativeKernels, resolve_kernels
 from .pointwise import RMSNorm, add, add_rms_norm, norm_rotate, rms_norm, rotary, rotate, swiglu
 from .short_conv import gated_short_conv
@@ -50,6 +51,7 @@ class KernelSet:
         self.native, self.triton = native, triton
         dtypes = (torch.float32, torch.bfloat16)
         self._dense = {} if native is None else {dtype: products(DENSE, dtype, native.isa) for dtype in dtypes}
+        self._swiglu = {} if native is None else {dtype: SWIGLU_TABLE.get((dtype, native.isa), ()) for dtype in dtypes}
 
     @classmethod
     def resolve(cls, kernels: str, device: torch.device, dtype: torch.dtype) -> KernelSet:
@@ -69,16 +71,20 @@ class KernelSet:
     def linear(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """`module(x)` of a linear layer: `[tokens, out]`."""
         if is_plain(module, PackedLinear.forward):
-            # By the dictionary: a product of one row takes some 100 µs, and every attribute asked of a module one.
-            parameters, rows = module._parameters, x.shape[0]
-            weight, by_rows = parameters.get("weight"), self._dense.get(x.dtype)
-            if by_rows and rows and weight is not None and weight.dtype == x.dtype and weight.is_contiguous():
-                for most, kernel in by_rows:
-                    if rows <= most:
-                        return kernel(self.native, x, weight, parameters["bias"])  # type: ignore[arg-type]
+            if (kernel := _kernel_for(module, x, self._dense)) is not None:
+                # By the dictionary: a product of one row takes some 100 µs, and every attribute asked of a module one.
+                parameters = module._parameters
+                return kernel(self.native, x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
         elif is_plain(module, QuantizedLinear.forward):
             return quantized_linear(x, module.weights, module.bias, self.native)  # type: ignore[arg-type]
         return module(x)
+
+    def linear_swiglu(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """`swiglu(linear(module, x))`, of a layer that makes gates and values."""
+        kernel = _kernel_for(module, x, self._swiglu) if is_plain(module, PackedLinear.forward) else None
+        if kernel is None or module._parameters["bias"] is not None:
+            return self.swiglu(self.linear(module, x))
+        return kernel(self.native, x, module._parameters["weight"], None)  # type: ignore[arg-type]
 
     def route(
         self, logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, normalize: bool, scale: float
@@ -250,6 +256,18 @@ class ModuleCalls(KernelSet):
 REFERENCE = KernelSet(None)
 #: for every forward that no engine runs
 MODULE_CALLS = ModuleCalls()
+
+
+def _kernel_for(
+    module: nn.Module, x: torch.Tensor, kernels: Mapping[torch.dtype, Sequence[tuple[float, Product | None]]]
+) -> Product | None:
+    """The kernel for these inputs of one of our dense linears, from a table by dtype and rows; None: there is none."""
+    weight, by_rows, rows = module._parameters.get("weight"), kernels.get(x.dtype), x.shape[0]
+    if by_rows and rows and weight is not None and weight.dtype == x.dtype and weight.is_contiguous():
+        for most, kernel in by_rows:
+            if rows <= most:
+                return kernel
+    return None
 
 
 def _norm_weight(module: nn.Module) -> torch.Tensor | None:

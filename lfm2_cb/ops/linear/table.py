@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..native import NativeKernels
-from .dense import few_rows_linear, has_bf16_units, many_rows_linear, matrix_linear, torch_linear
+from .dense import few_rows_linear, has_bf16_units, many_rows_linear, matrix_linear, matrix_swiglu, torch_linear
 from .int4 import native_linear_int4
 from .int8 import matrix_linear_int8, native_linear_int8
 
@@ -52,6 +52,12 @@ TABLE: dict[tuple[str, torch.dtype, str], ByRows] = {
     (INT8, torch.bfloat16, ANY_ISA): ((inf, native_linear_int8),),
     (INT4, torch.float32, ANY_ISA): ((inf, native_linear_int4),),
     (INT4, torch.bfloat16, ANY_ISA): ((inf, native_linear_int4),),
+}
+
+#: of dense weights of gates and values: kernels that give `swiglu` of the product, which is not stored; None: there is
+#: none for so few rows
+SWIGLU_TABLE: dict[tuple[torch.dtype, str], Sequence[tuple[float, Product | None]]] = {
+    (torch.bfloat16, "amx"): ((6, None), (inf, matrix_swiglu)),
 }
 
 

@@ -42,6 +42,14 @@ def addition_is_right(kernels: NativeKernels) -> bool:
         kernels.call(name, x, weight, bias, out, rows, inner, outputs)
         if not ((out - exact).abs() <= 2**-8 * exact.abs() + in_fp32).all():
             return False
+    width = outputs // 2
+    gate, up = (x.double() @ weight[: 2 * width].double().T).split(width, 1)
+    exact = torch.nn.functional.silu(gate) * up
+    for name in ("amx_in_place_swiglu_bf16", "amx_packed_swiglu_bf16"):
+        out = x.new_full((rows, width), torch.nan)
+        kernels.call(name, x, weight, out, rows, inner, width)
+        if not ((out - exact).abs() <= 2**-8 * (exact.abs() + gate.abs() + up.abs())).all():
+            return False
     return torch.equal(linear_int8(kernels, "amx_linear_int8"), linear_int8(kernels))
 
 

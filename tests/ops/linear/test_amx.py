@@ -13,14 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from lfm2_cb.ops import pointwise
 from lfm2_cb.ops.kernel_set import KernelSet
 from lfm2_cb.ops.linear import dense
 from lfm2_cb.ops.linear.dense import (
     IN_PLACE,
     PackedLinear,
     in_place_matrix_linear,
+    in_place_matrix_swiglu,
     matrix_linear,
     packed_matrix_linear,
+    packed_matrix_swiglu,
 )
 from lfm2_cb.ops.linear.int8 import Int8Weights, matrix_linear_int8, native_linear_int8
 from lfm2_cb.ops.linear.quantized import QuantizedLinear
@@ -102,6 +105,40 @@ def test_a_bf16_row_is_the_same_to_the_bit_whoever_is_beside_it(seed, rows, kern
         torch.set_num_threads(rng.choice([1, 2, 5]))
         part = slice(begin, begin + rng.choice([1, 5, 13, 16, 17, 40]))
         assert torch.equal(product(kernels, case.x[part], *case.args[1:]), together[part])
+        begin = part.stop
+
+
+# bf16, gates and values
+
+
+@pytest.mark.parametrize("swiglu", [in_place_matrix_swiglu, packed_matrix_swiglu], ids=["in place", "packed"])
+@pytest.mark.parametrize("seed", range(30))
+def test_swiglu_of_a_product_is_near_float64(seed, kernels, swiglu):
+    case = Case(seed)
+    case.weight = case.weight.repeat(2, 1).roll(1, 1).contiguous()
+    case.weight[: len(case.weight) // 2] *= 0.1
+    gates, values = (case.x.double() @ case.weight.double().T).chunk(2, 1)
+    gate_error, value_error = (2e-6 * (case.x.double().abs() @ case.weight.double().abs().T)).chunk(2, 1)
+    gated = torch.nn.functional.silu(gates)
+    answer = gated * values
+    in_fp32 = 1.1 * gate_error * (values.abs() + value_error) + gated.abs() * value_error
+    out = swiglu(kernels, case.x, case.weight)
+    assert out.dtype == torch.bfloat16
+    assert ((out.double() - answer).abs() <= in_fp32 + answer.abs() * 2**-8 + 1e-30).all()
+
+
+@pytest.mark.parametrize("rows", [40, 203])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_row_of_swiglu_is_the_same_to_the_bit_whoever_is_beside_it(seed, rows, kernels):
+    case = Case(seed, rows=rows)
+    case.weight = case.weight.repeat(2, 1)
+    together = in_place_matrix_swiglu(kernels, case.x, case.weight)
+    rng, begin = random.Random(seed), 0
+    while begin < rows:
+        torch.set_num_threads(rng.choice([1, 2, 5]))
+        part = slice(begin, begin + rng.choice([1, 5, 13, 16, 17, 40]))
+        for swiglu in (in_place_matrix_swiglu, packed_matrix_swiglu):
+            assert torch.equal(swiglu(kernels, case.x[part], case.weight), together[part])
         begin = part.stop
 
 
@@ -281,6 +318,24 @@ def test_a_layer_takes_the_units_for_many_rows(amx, monkeypatch):
             torch.testing.assert_close(out.float(), (x @ layer.weight.T + layer.bias).float(), rtol=2e-2, atol=2e-2)
         kernels.linear(layer.float(), torch.randn(few + 20, 70))
         assert amx.called == ["many_rows_linear_f32"]
+
+
+def test_gates_and_values_are_not_stored_for_many_rows(amx, monkeypatch):
+    layer, kernels, some = PackedLinear(70, 34, bias=False).to(torch.bfloat16), KernelSet(amx), 40
+    monkeypatch.setattr(dense, "IN_PLACE", some * 70 * 2)
+    fused = {7: "amx_in_place_swiglu_bf16", some + 1: "amx_packed_swiglu_bf16"}
+    with torch.no_grad():
+        for rows, kernel in fused.items():
+            out = kernels.linear_swiglu(layer, x := torch.randn(rows, 70).to(torch.bfloat16))
+            assert amx.called == [kernel]
+            amx.called.clear()
+            torch.testing.assert_close(out, pointwise.swiglu(x @ layer.weight.T), rtol=2e-2, atol=2e-2)
+        kernels.linear_swiglu(layer, torch.randn(6, 70).to(torch.bfloat16))
+        assert amx.called == ["few_rows_linear_bf16", "swiglu"]
+        amx.called.clear()
+        layer.register_forward_hook(lambda *_: None)
+        kernels.linear_swiglu(layer, torch.randn(40, 70).to(torch.bfloat16))
+        assert amx.called == ["swiglu"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

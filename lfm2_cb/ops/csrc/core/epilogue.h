@@ -3,10 +3,10 @@
 // An epilogue is a functor of (row, output, sums, count): fp32 sums [count] of a row's outputs from `output` on, written
 // where they belong. The products are templates over it, so fusing another operation takes another functor. Where sums
 // come as [output][row], one that has `of_output` and `put` is told of an output's sums, and of a row's results when these
-// are rounded and turned.
+// are rounded and turned. One with `takes_gates`, of a product that knows it, is given gates and their values together.
 #pragma once
 
-#include "core/simd.h"
+#include "core/activation.h"
 
 namespace {
 
@@ -30,8 +30,8 @@ struct AddBias {
     void prefetch(int64_t row, int64_t output) const { __builtin_prefetch(out + row * outputs + output, 1); }
 
     // An output's sums of W rows, finished but for rounding; 0 and more beyond the last output.
-    vec of_output(int64_t output, vec sums) const {
-        return sums + fill(bias && output < outputs ? to_float(bias[output]) : 0.0f);
+    vec of_output(int64_t output, const float* sums, int64_t) const {
+        return load(sums) + fill(bias && output < outputs ? to_float(bias[output]) : 0.0f);
     }
     // The results [count] of a row's outputs from `output` on, rounded.
     void put(int64_t row, int64_t output, const T* results, int64_t count) const {
@@ -48,6 +48,33 @@ struct AddBias {
 
     void operator()(int64_t row, int64_t output, const float* sums, int64_t count) const {
         store_finished(out + row * outputs + output, count, Finish{sums, bias ? bias + output : nullptr});
+    }
+};
+
+// out [rows][outputs] = silu(gate) * value.
+template <class T>
+struct SwiGLU {
+    static constexpr bool takes_gates = true;
+    static constexpr int TOGETHER = 16;  // gates, and as many values behind them
+
+    T* out;
+    int64_t outputs;
+
+    void prefetch(int64_t row, int64_t output) const { __builtin_prefetch(out + row * outputs + output, 1); }
+
+    static vec finish(const float* gates, const float* values) {
+        return silu(load(gates), T()) * load(values);
+    }
+    // As in AddBias; `apart`: from an output's gates to its values.
+    vec of_output(int64_t, const float* gates, int64_t apart) const { return finish(gates, gates + apart); }
+    void put(int64_t row, int64_t output, const T* results, int64_t count) const {
+        memcpy(out + row * outputs + output, results, count * sizeof(T));
+    }
+
+    void operator()(int64_t row, int64_t output, const float* sums, int64_t count) const {
+        alignas(64) T results[TOGETHER];
+        for (int o = 0; o < TOGETHER; o += W) store(results + o, finish(sums + o, sums + TOGETHER + o));
+        put(row, output, results, count);
     }
 };
 

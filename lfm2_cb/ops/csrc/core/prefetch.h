@@ -30,7 +30,7 @@ inline void prefetch_lines(const char* from, int64_t bytes) {
 // Runs of memory of one length, some lines a step, into the second-level cache.
 struct Prefetcher {
     const char *next, *end;                         // of the run that is asked for now
-    int64_t lines, bytes = 0, stride = 0, more = 0;  // of a run; bytes from one to the next; those behind this one
+    int64_t lines = 0, bytes = 0, stride = 0, more = 0;  // of a run; bytes from one to the next; those behind this one
 
     // [from, end), spread over so many steps
     static Prefetcher over(const char* from, const char* end, int64_t steps) {

@@ -55,7 +55,7 @@ struct ByTiles {
             amx_bf16::in_place::compute_panels(
                 amx_bf16::in_place::Product<Collect>{x, matrix, inputs, epilogue}, panels);
         else
-            amx_bf16::packed::compute(amx_bf16::packed::Product<Collect>{x, matrix, inputs, epilogue},
+            amx_bf16::packed::compute(amx_bf16::packed::Product<Collect>{{x, matrix, inputs, epilogue}},
                                       {0, ceil_div(rows, ROWS)}, panels);
     }
 };

@@ -16,9 +16,26 @@ REPLAYABLE(amx_in_place_linear_bf16)
 KERNEL(amx_packed_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t rows, int64_t in,
                                int64_t outputs, int64_t threads) {
     using namespace amx_bf16::packed;
-    linear(Product<AddBias<bf16>>{{x, rows, in}, {w, outputs, in}, nullptr, {out, bias, outputs}}, threads);
+    linear(Product<AddBias<bf16>>{{{x, rows, in}, {w, outputs, in}, nullptr, {out, bias, outputs}}}, threads);
 }
 REPLAYABLE(amx_packed_linear_bf16)
+
+// As amx_in_place_linear_bf16, but out [rows, width] = silu(gates) * values, of w [2 * width, in], the gates' rows first;
+// to rounding as apart
+KERNEL(amx_in_place_swiglu_bf16)(const bf16* x, const bf16* w, bf16* out, int64_t rows, int64_t in, int64_t width,
+                                 int64_t threads) {
+    using namespace amx_bf16::in_place;
+    linear(Product<SwiGLU<bf16>>{{x, rows, in}, {w, 2 * width, in}, nullptr, {out, width}}, threads);
+}
+REPLAYABLE(amx_in_place_swiglu_bf16)
+
+// As amx_in_place_swiglu_bf16, of which it gives the same bits.
+KERNEL(amx_packed_swiglu_bf16)(const bf16* x, const bf16* w, bf16* out, int64_t rows, int64_t in, int64_t width,
+                               int64_t threads) {
+    using namespace amx_bf16::packed;
+    linear(Product<SwiGLU<bf16>>{{{x, rows, in}, {w, 2 * width, in}, nullptr, {out, width}}}, threads);
+}
+REPLAYABLE(amx_packed_swiglu_bf16)
 
 // As linear_int8 (csrc/linear/int8.cpp), with inputs and input_scales of a multiple of 32 rows.
 KERNEL(amx_linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums,

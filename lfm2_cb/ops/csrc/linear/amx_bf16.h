@@ -59,5 +59,34 @@ struct Matrix {
     }
 };
 
+// Whether an epilogue takes gates and values together: the weights are then those of all gates and, behind them, of all
+// values.
+template <class Epilogue, class = void>
+constexpr bool TAKES_GATES = false;
+template <class Epilogue>
+constexpr bool TAKES_GATES<Epilogue, std::void_t<decltype(Epilogue::takes_gates)>> = true;
+
+// What is multiplied, by panels of two tiles of outputs, and what becomes of it. The second tile holds the outputs that
+// follow the first one's or, with gates, their values.
+template <class Epilogue>
+struct Product {
+    static constexpr bool GATED = TAKES_GATES<Epilogue>;
+    static constexpr int64_t RESULTS = GATED ? TILE_ROWS : PANEL;  // of a panel
+
+    Matrix x, weights;
+    const char* packed;  // x in tiles, as the kernel lays them out
+    Epilogue epilogue;
+
+    int64_t steps() const { return x.steps(); }
+    int64_t results() const { return GATED ? weights.rows / 2 : weights.rows; }
+    int64_t panels() const { return ceil_div(results(), RESULTS); }
+    int64_t results_of(int64_t panel) const { return min(RESULTS, results() - panel * RESULTS); }
+    int64_t apart() const { return GATED ? results() : TILE_ROWS; }  // rows from a panel's first tile to its second
+    int64_t row(int64_t panel, int64_t tile) const { return panel * RESULTS + tile * apart(); }
+    int64_t outputs_of(int64_t panel, int64_t tile) const {
+        return min(TILE_ROWS, results_of(panel) - (GATED ? 0 : tile * TILE_ROWS));
+    }
+};
+
 }  // namespace amx_bf16
 }  // namespace

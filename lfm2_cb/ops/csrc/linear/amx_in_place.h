@@ -20,26 +20,20 @@ namespace amx_bf16::in_place {
 
 constexpr int64_t KEPT = 32;  // steps of a panel's first outputs that stay in the first-level cache for all tokens
 
+// `packed` is [tile of 16 tokens][step].
 template <class Epilogue>
-struct Product {
-    Matrix x, weights;
-    const char* packed;  // x in tiles: [tile of 16 tokens][step]
-    Epilogue epilogue;
+using Product = amx_bf16::Product<Epilogue>;
 
-    int64_t panels() const { return ceil_div(weights.rows, PANEL); }
-    int64_t token_tiles() const { return ceil_div(x.rows, TILE_ROWS); }
-};
-
-// A panel's rows of weights, of whole lines.
+// A panel's rows of weights, of whole lines, in two tiles; its first result, and how many.
 struct Panel {
-    const char* weights;
-    int64_t stride, first, outputs;
+    const char *weights, *others;
+    int64_t stride, first, results;
 };
 
 // Tiles of sums, two of outputs by TOKENS of 16 tokens, 0 and 1 of the first outputs: += the panel by tiles of x.
 template <int TOKENS>
 inline void multiply(Tiles& tiles, const Panel& panel, const char* x, int64_t steps, Prefetcher& prefetcher) {
-    const char *first = panel.weights, *second = first + TILE_ROWS * panel.stride, *others = x + steps * TILE_BYTES;
+    const char *first = panel.weights, *second = panel.others, *others = x + steps * TILE_BYTES;
     for (int64_t s = 0; s < steps; s++) {
         s < KEPT ? tiles.load<4>(first + s * LINE, panel.stride) : tiles.stream<4>(first + s * LINE, panel.stride);
         tiles.stream<6>(x + s * TILE_BYTES, LINE);
@@ -67,20 +61,21 @@ constexpr bool TAKES_RESULTS<Epilogue, std::void_t<decltype(&Epilogue::put)>> = 
 // and put side by side by twos before they are turned, which then takes half the work.
 template <class Epilogue>
 void finish_rounded(const Product<Epilogue>& p, const Panel& panel, const float* sums, int64_t apart, int64_t token) {
-    alignas(64) uint32_t pairs[TILE_ROWS][TILE_ROWS];  // [two outputs][token]
+    constexpr int64_t RESULTS = Product<Epilogue>::RESULTS;
+    alignas(64) uint32_t pairs[TILE_ROWS][TILE_ROWS] = {};  // [two outputs][token]
     alignas(64) bf16 rows[TILE_ROWS][PANEL];
-    for (int64_t i = 0; i < TILE_ROWS; i++)
+    for (int64_t i = 0; i < RESULTS / 2; i++)
         for (int64_t t = 0; t < TILE_ROWS; t += W) {
             const int64_t o = 2 * i, output = panel.first + o;
             const float* from = sums + o / TILE_ROWS * apart + o % TILE_ROWS * TILE_ROWS + t;
-            const uvec both = rounded_pairs(p.epilogue.of_output(output, load(from)),
-                                            p.epilogue.of_output(output + 1, load(from + TILE_ROWS)));
+            const uvec both = rounded_pairs(p.epilogue.of_output(output, from, apart),
+                                            p.epilogue.of_output(output + 1, from + TILE_ROWS, apart));
             memcpy(pairs[i] + t, &both, sizeof both);
         }
     transpose_tile(pairs, LINE, rows);
     for (int64_t t = 0; t < min(TILE_ROWS, p.x.rows - token); t++) {
-        p.epilogue.put(token + t, panel.first, rows[t], panel.outputs);
-        p.epilogue.prefetch(token + t, panel.first + PANEL);  // written next
+        p.epilogue.put(token + t, panel.first, rows[t], panel.results);
+        p.epilogue.prefetch(token + t, panel.first + RESULTS);  // written next
     }
 }
 
@@ -91,7 +86,7 @@ void finish_sums(const Product<Epilogue>& p, const Panel& panel, const float* su
     for (int h = 0; h < 2; h++)
         transpose_tile(sums + h * apart, LINE, turned[0] + h * TILE_ROWS, PANEL * sizeof(float));
     for (int64_t t = 0; t < min(TILE_ROWS, p.x.rows - token); t++)
-        p.epilogue(token + t, panel.first, turned[t], panel.outputs);
+        p.epilogue(token + t, panel.first, turned[t], panel.results);
 }
 
 template <class Epilogue>
@@ -124,22 +119,24 @@ void compute_group(Tiles& tiles, const Product<Epilogue>& p, const Panel& panel,
 
 template <class Epilogue>
 void compute_panels(const Product<Epilogue>& p, Range range) {
-    const int64_t stride = p.weights.stride(), steps = p.x.steps(), token_tiles = p.token_tiles();
+    const int64_t stride = p.weights.stride(), steps = p.steps(), token_tiles = ceil_div(p.x.rows, TILE_ROWS);
     char* filled = nullptr;  // a panel with zeros where there are no weights; rows beyond the outputs do not matter
     Tiles tiles;
     for (int64_t i = range.begin; i < range.end; i++) {
-        Panel panel = {p.weights.at(i * PANEL, 0), stride, i * PANEL, min(PANEL, p.weights.rows - i * PANEL)};
-        if (panel.outputs < PANEL || stride % LINE) {
+        Panel panel = {p.weights.at(p.row(i, 0), 0), p.weights.at(p.row(i, 1), 0), stride, p.row(i, 0), p.results_of(i)};
+        if (panel.results < p.RESULTS || stride % LINE) {
             if (!filled) filled = (char*)calloc(PANEL, steps * LINE);
-            for (int64_t o = 0; o < panel.outputs; o++)
-                memcpy(filled + o * steps * LINE, panel.weights + o * stride, stride);
             panel.weights = filled;
             panel.stride = steps * LINE;
+            panel.others = filled + TILE_ROWS * panel.stride;
+            for (int64_t tile = 0; tile < 2; tile++)
+                for (int64_t o = 0; o < p.outputs_of(i, tile); o++)
+                    memcpy(filled + (tile * TILE_ROWS + o) * panel.stride, p.weights.at(p.row(i, tile) + o, 0), stride);
         }
-        const char* next = p.weights.at(min((i + 1) * PANEL, p.weights.rows), 0);
-        const char* end = p.weights.at(min((i + 2) * PANEL, p.weights.rows), 0);
-        const int64_t times = 2 * ceil_div(token_tiles, 2) * steps;
-        Prefetcher prefetcher = Prefetcher::over(next, i + 1 < range.end ? end : next, times);
+        Prefetcher prefetcher = {};
+        if (i + 1 < range.end)
+            prefetcher = Prefetcher::over(p.weights.at(p.row(i + 1, 0), 0), TILE_ROWS * stride, p.apart() * stride, 2,
+                                          2 * ceil_div(token_tiles, 2) * steps);
         for (int64_t t = 0; t < token_tiles; t += 2)
             t + 1 < token_tiles ? compute_group<2>(tiles, p, panel, t, prefetcher)
                                 : compute_group<1>(tiles, p, panel, t, prefetcher);
@@ -149,7 +146,7 @@ void compute_panels(const Product<Epilogue>& p, Range range) {
 
 template <class Epilogue>
 void linear(Product<Epilogue> p, int64_t threads) {
-    const int64_t steps = p.x.steps(), token_tiles = p.token_tiles();
+    const int64_t steps = p.steps(), token_tiles = ceil_div(p.x.rows, TILE_ROWS);
     char* packed = (char*)aligned_alloc(LINE, token_tiles * steps * TILE_BYTES);
     p.packed = packed;
     parallel_for(token_tiles * steps, worthwhile_threads(p.x.rows * p.x.columns, 16384, threads), [&](int64_t i) {

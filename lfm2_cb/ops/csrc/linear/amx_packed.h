@@ -38,16 +38,15 @@ struct Group {
     }
 };
 
+// `packed` is [group][2][step], of groups that do not lie in x.values or are not read from there.
 template <class Epilogue>
-struct Product {
-    Matrix x, weights;
-    const char* packed;  // x in tiles, [group][2][step], where it does not lie in x.values or is not read from there
-    Epilogue epilogue;
+struct Product : amx_bf16::Product<Epilogue> {
+    using amx_bf16::Product<Epilogue>::x;
+    using amx_bf16::Product<Epilogue>::packed;
+    using amx_bf16::Product<Epilogue>::steps;
 
-    int64_t steps() const { return x.steps(); }
     int64_t chunk() const { return steps() <= WHOLE ? steps() : ceil_div(steps(), ceil_div(steps(), CHUNK)); }
     int64_t block() const { return max(1, min(MOST_PANELS, BLOCK_BYTES / (chunk() * PAIR))); }
-    int64_t panels() const { return ceil_div(weights.rows, PANEL); }
     int64_t groups() const { return ceil_div(x.rows, GROUP); }
 
     // Groups from this one on are packed: those that are not whole, or whose rows would drive each other out of the cache.
@@ -65,10 +64,24 @@ struct Product {
     }
 };
 
+// The lines that some rows' results of a panel will be written to. One is asked for a step: all at once they would be in
+// the way of the tiles.
+template <class Epilogue>
+struct ResultLines {
+    const Epilogue& epilogue;
+    Range rows;
+    int64_t output;
+
+    void step() {
+        if (rows.begin < rows.end) epilogue.prefetch(rows.begin++, output);
+    }
+};
+
 // Tiles 0 ... 3 += two tiles of x by two of weights, over some steps. `kept`: whether the first rows of x are to stay in
 // the first-level cache.
-template <bool kept>
-inline void multiply(Tiles& tiles, const Group& x, const char* weights, Range steps, Prefetcher& prefetcher) {
+template <bool kept, class Lines>
+inline void multiply(Tiles& tiles, const Group& x, const char* weights, Range steps, Prefetcher& prefetcher,
+                     Lines& results) {
     const char *first = x.first + steps.begin * x.step, *second = x.second + steps.begin * x.step;
     weights += steps.begin * PAIR;
     for (int64_t s = steps.begin; s < steps.end; s++, first += x.step, second += x.step, weights += PAIR) {
@@ -81,6 +94,7 @@ inline void multiply(Tiles& tiles, const Group& x, const char* weights, Range st
         tiles.multiply_bf16<2, 5, 6>();
         tiles.multiply_bf16<3, 5, 7>();
         prefetcher.step();
+        results.step();
         if (s % AWAKE == AWAKE - 1) tiles.keep_awake<7>();
     }
 }
@@ -99,13 +113,6 @@ inline void store_sums(Tiles& tiles, char* sums) {
     tiles.store<3>(sums + 3 * TILE_BYTES, LINE);
 }
 
-// Asks for the lines that a group's results of a panel will be written to.
-template <class Epilogue>
-void prefetch_results(const Product<Epilogue>& p, int64_t group, int64_t panel) {
-    const int64_t row = group * GROUP;
-    for (int64_t r = 0; r < min(GROUP, p.x.rows - row); r++) p.epilogue.prefetch(row + r, panel * PANEL);
-}
-
 // The sums of a group and a panel, as the rows that they are.
 template <class Epilogue>
 void finish(Tiles& tiles, const Product<Epilogue>& p, int64_t group, int64_t panel) {
@@ -114,9 +121,9 @@ void finish(Tiles& tiles, const Product<Epilogue>& p, int64_t group, int64_t pan
     tiles.store<1>(sums[0] + TILE_ROWS, sizeof sums[0]);
     tiles.store<2>(sums[TILE_ROWS], sizeof sums[0]);
     tiles.store<3>(sums[TILE_ROWS] + TILE_ROWS, sizeof sums[0]);
-    const int64_t row = group * GROUP, output = panel * PANEL;
+    const int64_t row = group * GROUP;
     for (int64_t r = 0; r < min(GROUP, p.x.rows - row); r++)
-        p.epilogue(row + r, output, sums[r], min(PANEL, p.weights.rows - output));
+        p.epilogue(row + r, panel * p.RESULTS, sums[r], p.results_of(panel));
 }
 
 // A block's panels over a chunk of steps, for some groups. scratch: the packed weights; sums [group][panel][SUMS].
@@ -127,7 +134,7 @@ void compute_chunk(Tiles& tiles, const Product<Epilogue>& p, Range groups, Range
     const bool is_last = steps.end == all;
     for (int64_t i = 0; i < panels.size() * 2; i++)
         for (int64_t s = 0; s < count; s++)
-            p.weights.transpose_tile_to(panels.begin * PANEL + i * TILE_ROWS, steps.begin + s,
+            p.weights.transpose_tile_to(p.row(panels.begin + i / 2, i % 2), steps.begin + s,
                                         scratch + (i / 2 * count + s) * PAIR + i % 2 * TILE_BYTES);
     for (int64_t g = groups.begin; g < groups.end; g++) {
         const Group x = p.group(g, steps.begin), next = p.group(min(g + 1, groups.end - 1), steps.begin);
@@ -142,10 +149,11 @@ void compute_chunk(Tiles& tiles, const Product<Epilogue>& p, Range groups, Range
                 tiles.zero<2>();
                 tiles.zero<3>();
             }
-            if (is_last) prefetch_results(p, g, panels.begin + i);
             const char* weights = scratch + i * count * PAIR;
-            multiply<true>(tiles, x, weights, {0, min(KEPT, count)}, prefetcher);
-            multiply<false>(tiles, x, weights, {min(KEPT, count), count}, prefetcher);
+            const Range rows = {g * GROUP, is_last ? min((g + 1) * GROUP, p.x.rows) : 0};
+            ResultLines<Epilogue> results = {p.epilogue, rows, (panels.begin + i) * p.RESULTS};
+            multiply<true>(tiles, x, weights, {0, min(KEPT, count)}, prefetcher, results);
+            multiply<false>(tiles, x, weights, {min(KEPT, count), count}, prefetcher, results);
             is_last ? finish(tiles, p, g, panels.begin + i) : store_sums(tiles, sums);
         }
     }
