@@ -2,6 +2,7 @@
 
 import copy
 import random
+from math import inf
 
 import peft
 import pytest
@@ -11,8 +12,14 @@ from making import ALL, Peft, save_adapter
 
 from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.adapters.peft_config import AdapterError
+from lfm2_cb.adapters.pool import AdaptedKernels
 from lfm2_cb.adapters.projections import base_weight, projections_of
 from lfm2_cb.engine import sharing
+from lfm2_cb.ops.kernel_set import KernelSet
+from lfm2_cb.ops.linear.dense import PackedLinear
+from lfm2_cb.ops.linear.table import SWIGLU_TABLE
+from lfm2_cb.ops.native.library import load
+from lfm2_cb.ops.pointwise import swiglu
 from lfm2_cb.scheduling.cache_manager import CacheManager
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
@@ -238,3 +245,17 @@ def test_the_dense_layers_of_a_mixture_of_experts(tmp_path):
     with ContinuousBatchingGenerator(stock, adapters={"a": path}, cache_memory="4MiB") as generator:
         outputs = generator.generate(prompts, max_new_tokens=8, adapter=asked, **GREEDY)
         assert [o.token_ids for o in outputs] == expected
+
+
+def test_gates_and_values_that_adapters_change_are_stored(monkeypatch):
+    """Where a kernel gives SwiGLU of a product, it knows nothing of the deltas in between."""
+    changed, other = (PackedLinear(8, 6, bias=False).requires_grad_(False) for _ in range(2))
+    native = load()
+    monkeypatch.setitem(
+        SWIGLU_TABLE, (torch.float32, native.isa), ((inf, lambda native, x, weight, bias: swiglu(x @ weight.T)),)
+    )
+    kernels = AdaptedKernels(KernelSet(native), {changed: None}, {}, None, None)
+    monkeypatch.setattr(AdaptedKernels, "linear", lambda self, module, x: 2 * module(x))
+    x = torch.randn(30, 8)
+    torch.testing.assert_close(kernels.linear_swiglu(changed, x), swiglu(2 * changed(x)))
+    torch.testing.assert_close(kernels.linear_swiglu(other, x), swiglu(other(x)))
