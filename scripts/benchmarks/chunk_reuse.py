@@ -20,11 +20,11 @@ from pathlib import Path
 
 import torch
 from harness.machine import facts
+from harness.readings import commit
 from harness.workloads import load_model
 
 from lfm2_cb import ContinuousBatchingGenerator, demo_model_path
 from lfm2_cb.loading import load_tokenizer
-from lfm2_cb.model.hybrid_cache import HybridCache
 from lfm2_cb.requests.prompts import SegmentedPrompt
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
@@ -54,12 +54,6 @@ def speed(args: argparse.Namespace) -> None:
         first = first or seconds
         name = "prefix caching alone" if share is None else f"recompute {share}"
         print(f"| {name} | {seconds:.1f} | {tokens / seconds:,.0f} | {first / seconds:.2f} × |", flush=True)
-
-
-def commit(cache: HybridCache) -> None:
-    for tensors in (cache.keys, cache.values, cache.conv_states):
-        for tensor in tensors.values():
-            tensor.zero_()
 
 
 def perplexity(args: argparse.Namespace) -> None:

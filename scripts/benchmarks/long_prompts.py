@@ -11,6 +11,7 @@ worst case. For each length it says how many blocks, and how many keys, hold the
 the prompt by perfect knowledge of it, hence how much faster any choice could be that keeps to the share. With
 "--sharpness" the model's attention falls off with the distance (harness/attention_mass.py). "--half" adds a row in
 which a block of queries is given half of the blocks it sees, whatever their mass: what the kernel makes of a choice.
+"--lists" makes lists also where they do not pay: what they cost.
 "perplexity" is of the tokens that follow a prompt of so many tokens of a text, given to the model one after another as
 answers are: exactly, after a prompt that was computed densely or sparsely.
 """
@@ -30,6 +31,7 @@ from typing import Any
 import torch
 from harness.attention_mass import Needs, attend_locally
 from harness.machine import facts
+from harness.readings import commit
 from harness.workloads import load_model
 
 from lfm2_cb import ContinuousBatchingGenerator, demo_model_path
@@ -54,9 +56,14 @@ class Watch:
     """
 
     def __init__(
-        self, clock: Clock = time.perf_counter, half: bool = False, share: float | None = None, length: int = 0
+        self,
+        clock: Clock = time.perf_counter,
+        half: bool = False,
+        lists: bool = False,
+        share: float | None = None,
+        length: int = 0,
     ) -> None:
-        self.clock, self.half, self.share, self.length = clock, half, share, length
+        self.clock, self.half, self.lists, self.share, self.length = clock, half, lists, share, length
         self.seconds, self.seconds_aside, self.num_left_out, self.num_visible = 0.0, 0.0, 0, 0
         self.needs: list[Needs] = []
 
@@ -95,7 +102,7 @@ class Watch:
             return taken
 
         def judged(mass, sparse, num_keys):
-            return self.half or worthwhile(mass, sparse, num_keys)
+            return (sparse.share < 1 and (self.half or self.lists)) or worthwhile(mass, sparse, num_keys)
 
         RaggedBatch.attend, packed.choose_blocks, packed.is_worthwhile = timed, counted, judged
         try:
@@ -114,6 +121,7 @@ def times(args: argparse.Namespace) -> None:
     print(f"{facts()['cpu']}, {torch.get_num_threads()} threads; {args.model}, bf16; seconds of one prefill")
     with ContinuousBatchingGenerator(model, prefix_caching=False, cache_memory="4GiB") as generator:
         generator.generate([[5] * 300], sparse_prefill=0.9, **ONE_TOKEN)
+        commit(generator.engine.runner.cache)
         for length in args.lengths:
             prompt = torch.randint(10, model.config.vocab_size - 10, (length,), generator=rng).tolist()
             readings: dict[Any, list[tuple[float, float, float]]] = {kind: [] for kind in kinds}
@@ -122,7 +130,7 @@ def times(args: argparse.Namespace) -> None:
                 for kind in kinds:
                     is_first = kind == "dense" and not needs
                     share_of_needs = args.shares[0] if is_first else None
-                    watch, start = Watch(clock, "half" in str(kind), share_of_needs, length), clock()
+                    watch, start = Watch(clock, "half" in str(kind), args.lists, share_of_needs, length), clock()
                     with watch.watching():
                         share = kind if isinstance(kind, float) else 1.0 if kind == "dense" else 0.5
                         generator.generate([prompt], sparse_prefill=share, **ONE_TOKEN)
@@ -211,7 +219,7 @@ def memory(args: argparse.Namespace) -> None:
         generator.generate([[5] * 4096], **ONE_TOKEN)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - 4096 * per_token
         for length in args.lengths:
-            prompt = torch.randint(10, 60000, (length,)).tolist()
+            prompt = torch.randint(10, model.config.vocab_size, (length,)).tolist()
             start = time.perf_counter()
             generator.generate([prompt], **ONE_TOKEN)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -235,6 +243,7 @@ def main() -> None:
         help="instead of seconds, on a shared machine (with OMP_NUM_THREADS=1)",
     )
     parser.add_argument("--half", action="store_true", help="also attend to every second block")
+    parser.add_argument("--lists", action="store_true", help="make lists also where they do not pay")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--texts", nargs="*", default=[], help="files; default: the prompts that ship")
     parser.add_argument("--contexts", type=int, nargs="+", default=[3584, 16384])
