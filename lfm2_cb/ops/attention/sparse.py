@@ -20,9 +20,11 @@ import torch
 #: queries that share a list of blocks, keys of a block, and every which query attends for its block (as in
 #: `csrc/attention/sequence.h` and `block_mass.cpp`)
 QUERY_BLOCK, KEY_BLOCK, STRIDE = 128, 64, 16
-#: a list that takes more of the blocks than this does not pay: with AMX estimates and lists take 5 to 6 % of the time
-#: of dense attention, at 8,192 tokens and at 16,384
-MOST_TAKEN = 0.9
+#: a list that takes more of the blocks than this does not pay. (Measured on 2 cores of a Xeon with AMX, random 350M in
+#: bf16, `long_prompts.py time --shares 0.99 0.9 --lists`, once: attention takes 1.16 and 1.12 times as long as dense
+#: at 8,192 tokens with 99 and 91 % of the blocks, 1.21 and 1.06 times at 16,384. So estimates and lists take 15 to 22
+#: % of dense attention. With 41 % of the blocks of 32,768 tokens 0.56 times: also 15 %.)
+MOST_TAKEN = 0.85
 #: blocks before a block of queries that it always attends to, beside its own and the first of all
 NEIGHBOURS = 2
 
