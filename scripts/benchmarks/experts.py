@@ -103,10 +103,10 @@ def decode_seconds(generator: ContinuousBatchingGenerator, rows: int, tokens: in
 
 def step_bytes(model: torch.nn.Module, touched: float) -> float:
     """What a decode step reads of the weights when each layer touches so many experts."""
-    embedding = model.model.embed_tokens.weight.nbytes  # once, as the head
     experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
-    rest = sum(p.nbytes for name, p in model.named_parameters() if ".experts." not in name) - embedding
-    return embedding + rest + experts * touched / SHAPE["num_experts"]
+    # of the rest the embedding is read once, as the head
+    rest = sum(p.nbytes for name, p in model.named_parameters() if ".experts." not in name)
+    return rest + experts * touched / SHAPE["num_experts"]
 
 
 def main() -> None:
@@ -115,6 +115,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3, help="of each workload but the 64 ragged ones (one)")
     parser.add_argument("--workloads", nargs="*", default=["one", "eight", "ragged8", "ragged64"])
+    parser.add_argument("--rows", type=int, nargs="*", default=ROWS, help="of the decode steps that are timed")
+    parser.add_argument("--weights", choices=["int8", "int4"], help="ours, beside stock in full precision")
     args = parser.parse_args()
     stock = make_stock(args.layers, getattr(torch, args.dtype))
     stock.set_experts_implementation("grouped_mm")
@@ -125,9 +127,10 @@ def main() -> None:
         "ragged8": (ragged(8, 48), 8, args.repeats),
         "ragged64": (ragged(64, 48), 16, 1),
     }
-    with ContinuousBatchingGenerator(make_stock(args.layers, stock.dtype), drafting="none") as generator:
-        model = generator.model
-        print(f"{facts()['cpu']}; {torch.get_num_threads()} threads; {args.layers} layers, {args.dtype}")
+    options = {"weights": args.weights, "drafting": "none"}
+    with ContinuousBatchingGenerator(make_stock(args.layers, stock.dtype), **options) as generator:
+        ours = f"{args.dtype}, ours {args.weights}" if args.weights else args.dtype
+        print(f"{facts()['cpu']}; {torch.get_num_threads()} threads; {args.layers} layers, {ours}")
         run_ours(generator, equal_requests(2, vocabulary, 8, 3))
         run_stock(stock, equal_requests(1, vocabulary, 8, 2), 1)
         print("| workload | ours, tok/s | stock's grouped_mm, tok/s | ratio (of each pair) |\n|---|---|---|---|")
@@ -140,14 +143,14 @@ def main() -> None:
                 )
                 for _ in range(repeats)
             ]
-            ours, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
+            speed, theirs = (statistics.median(side) for side in zip(*pairs, strict=True))
             ratios = [a / b for a, b in pairs]
             each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-            print(f"| {name} | {ours:.1f} | {theirs:.1f} | {statistics.median(ratios):.2f} × ({each}) |", flush=True)
+            print(f"| {name} | {speed:.1f} | {theirs:.1f} | {statistics.median(ratios):.2f} × ({each}) |", flush=True)
         print(
             "\n| rows | ms a step | experts touched | GB read | GB/s | of the processor's |\n|---|---|---|---|---|---|"
         )
-        for rows in ROWS:
+        for rows in args.rows:
             with touched_experts(SHAPE["num_experts"]) as counts:
                 generator.engine.runner.capturing = False
                 decode_seconds(generator, rows, 6)
@@ -156,7 +159,7 @@ def main() -> None:
             before = rates(0.3).get("probe_read_gb_per_s", math.nan)
             seconds = decode_seconds(generator, rows, 12)
             rate = (before + rates(0.3).get("probe_read_gb_per_s", math.nan)) / 2
-            size = step_bytes(model, touched) / 1e9
+            size = step_bytes(generator.model, touched) / 1e9
             print(
                 f"| {rows} | {1e3 * seconds:.1f} | {touched:.1f} | {size:.2f} | {size / seconds:.1f} | "
                 f"{size / seconds / rate:.0%} of {rate:.1f} |",
