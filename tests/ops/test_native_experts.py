@@ -8,9 +8,11 @@ import torch
 from emulator import ArmKernels
 
 from lfm2_cb.ops.experts import QuantizedExperts, mix_experts, native_mix_experts, route
-from lfm2_cb.ops.experts.native import TABLE
+from lfm2_cb.ops.experts.native import TABLE, scratch_bytes
 from lfm2_cb.ops.linear.table import DENSE
+from lfm2_cb.ops.native import Arena, lend
 from lfm2_cb.ops.native import library as native
+from lfm2_cb.ops.native.arena import LARGE
 from lfm2_cb.ops.native.instruction_sets import EMULATORS
 
 pytestmark = pytest.mark.skipif(
@@ -117,6 +119,18 @@ def test_every_row_to_one_expert_and_no_rows(kernels):
     torch.testing.assert_close(out, mix_experts(case.x, selected, weights, *(s.unbind() for s in case.stacks)))
     empty = native_mix_experts(kernels, case.x[:0], selected[:0], weights[:0], *case.stacks)
     assert empty.shape == (0, case.x.shape[1])
+
+
+def test_scratch_lies_in_the_arena(kernels):
+    """Asked for by shape alone, so that steps that choose differently, and replays, have the same."""
+    case, arena = Case(1, torch.float32, rows=300), Arena()
+    scratch = scratch_bytes(300, case.top_k, case.num_experts, case.x.shape[1], case.width)
+    assert scratch >= LARGE
+    for selected in (case.selected, (case.selected + 1) % case.num_experts, case.selected):
+        with lend(arena):
+            out = native_mix_experts(kernels, case.x, selected, case.weights, *case.stacks)
+        assert scratch <= arena.num_bytes <= 2 * scratch
+    assert largest(out - case.exact) <= 1e-5 * largest(case.exact)
 
 
 @EVERY_DTYPE

@@ -12,7 +12,7 @@ import torch
 from ..linear.int4 import Int4Weights
 from ..linear.int8 import Int8Weights
 from ..linear.table import ANY_ISA, DENSE, INT4, INT8
-from ..native import NativeKernels
+from ..native import NativeKernels, empty
 
 #: A matrix for each expert: `[experts, out, in]`, or such of low bits, each tensor with a first dimension for them.
 Stack = torch.Tensor | Int8Weights | Int4Weights
@@ -43,13 +43,14 @@ def native_mix_experts(
 
     Args: x fp32 or bf16; gate_up, down: in x's dtype, contiguous, or of low bits.
     """
-    out = x.new_empty(x.shape)
+    out = empty(x.shape, x.dtype)
     if not len(x):
         return out
     weights_format, gate_up_tensors, num_experts, outputs = _describe(gate_up, x.dtype)
     down_tensors = _describe(down, x.dtype)[1]
     name, thresholds = TABLE.get((weights_format, x.dtype, native.isa)) or TABLE[weights_format, x.dtype, ANY_ISA]
     dtype = () if weights_format == DENSE else (int(x.dtype == _BF16),)
+    scratch = empty((scratch_bytes(*selected.shape, num_experts, x.shape[1], outputs // 2),), torch.uint8)
     native.call(
         name,
         x.contiguous(),
@@ -59,6 +60,8 @@ def native_mix_experts(
         *gate_up_tensors,
         *down_tensors,
         out,
+        scratch,
+        len(scratch),
         *selected.shape,
         num_experts,
         x.shape[1],
@@ -66,6 +69,17 @@ def native_mix_experts(
         *thresholds,
     )
     return out
+
+
+def scratch_bytes(rows: int, top_k: int, num_experts: int, hidden: int, width: int) -> int:
+    """At least what a kernel here takes, whatever is chosen; what is never written to costs nothing."""
+    choices = rows * top_k
+    places = choices + 31 * min(num_experts, choices)  # matrix units take an expert's rows by 32
+    inputs = 4 * (-(-max(hidden, width) // 1024) * 1024 + 32)  # of a row: fp32, or 4 bits' chunks of 1,024 inputs
+    products = 4 * (5 * width + 272)  # of a row: units of 16 to 64 gates with the same values, cut at whole units
+    numbers = 12 * choices + 24 * (num_experts + 1)
+    alignment = 64 * (num_experts + 16)
+    return places * inputs + choices * width * 4 + rows * (products + hidden * 4) + numbers + alignment
 
 
 def _describe(stack: Stack, dtype: torch.dtype) -> tuple[str, tuple[torch.Tensor, ...], int, int]:

@@ -136,7 +136,8 @@ def experts_are_right(kernels: NativeKernels) -> bool:
     x = torch.randn(rows, hidden, generator=generator).bfloat16()
     selected = torch.tensor([[0] * 3 + [1] * 25 + [2] * 52, [3] * rows]).t().contiguous()
     weights = torch.rand(rows, 2, generator=generator).bfloat16()
-    sizes = rows, 2, experts, hidden, width
+    scratch = torch.empty(4 << 20, dtype=torch.uint8)  # enough
+    sizes = scratch, len(scratch), rows, 2, experts, hidden, width
 
     in_8_bits: list[torch.Tensor] = []
     in_bf16 = []

@@ -83,10 +83,11 @@ struct Int8ByTiles : Int8Experts<Values> {
 // As experts_bf16 (csrc/experts/dense_experts.cpp). Experts with more rows than `few` are multiplied by the matrix
 // units, with more than `some` by way of packed weights.
 KERNEL(amx_experts_bf16)(const bf16* x, const int64_t* selected, const bf16* weights, const bf16* gate_up,
-                         const bf16* down, bf16* out, int64_t rows, int64_t top_k, int64_t experts, int64_t hidden,
-                         int64_t width, int64_t few, int64_t some, int64_t threads) {
+                         const bf16* down, bf16* out, char* scratch, int64_t bytes, int64_t rows, int64_t top_k,
+                         int64_t experts, int64_t hidden, int64_t width, int64_t few, int64_t some, int64_t threads) {
     const ByTiles first = {{gate_up, hidden, 2 * width}, few, some}, second = {{down, width, hidden}, few, some};
-    mix_experts({x, selected, weights, out, rows, top_k, experts, hidden, width, threads}, first, second);
+    mix_experts({x, selected, weights, out, rows, top_k, experts, hidden, width, threads, {scratch, scratch + bytes}},
+                first, second);
 }
 REPLAYABLE(amx_experts_bf16)
 
@@ -95,9 +96,10 @@ REPLAYABLE(amx_experts_bf16)
 KERNEL(amx_experts_int8)(const void* x, int64_t is_bf16, const int64_t* selected, const void* weights,
                          const int8_t* gate_up, const int16_t* gate_up_sums, const void* gate_up_scales,
                          const int8_t* down, const int16_t* down_sums, const void* down_scales, void* out,
-                         int64_t rows, int64_t top_k, int64_t experts, int64_t hidden, int64_t width, int64_t few,
-                         int64_t threads) {
-    const Call call = {x, selected, weights, out, rows, top_k, experts, hidden, width, threads};
+                         char* scratch, int64_t bytes, int64_t rows, int64_t top_k, int64_t experts, int64_t hidden,
+                         int64_t width, int64_t few, int64_t threads) {
+    const Call call = {x, selected, weights, out, rows, top_k, experts, hidden, width, threads,
+                       {scratch, scratch + bytes}};
     with_int8(call, is_bf16, gate_up, gate_up_sums, gate_up_scales, down, down_sums, down_scales,
               [&](const auto& first, const auto& second) {
                   using Experts = Int8ByTiles<typename std::decay_t<decltype(first)>::T>;

@@ -83,6 +83,19 @@ inline void swiglu(const float* gates, const float* values, int64_t size, T* to)
     for (; i < size; i++) assign(to + i, gates[i] / (1.0f + expf(-gates[i])) * values[i]);
 }
 
+// Memory that the caller gave, taken piece by piece.
+struct Scratch {
+    char *next, *end;
+
+    template <class T>
+    T* take(int64_t count) {
+        T* taken = (T*)next;
+        next += round_up(count * sizeof(T), LINE);
+        if (next > end) abort();  // experts/native.py asks for too little
+        return taken;
+    }
+};
+
 // A `Product` multiplies rows by the matrices of a stack, [experts][outputs][in]. It has
 //   T, ROWS, OUTPUTS: the inputs' type; how many rows are laid out together; what outputs are cut at multiples of
 //   bytes(rows): what the inputs of an expert take that has so many rows
@@ -101,6 +114,7 @@ struct Layer {
     char* inputs;         // laid out
     int64_t* starts[2];   // [experts + 1]: where an expert's are, of either product
     T* inner;             // [places][width]
+    float* products;      // of gate_up, of an expert: each thread has its own, unit after unit
     float* sums;          // [rows][hidden]
 
     // Where the inputs of each expert come, and all they take.
@@ -132,26 +146,28 @@ struct Layer {
         });
     }
 
+    // What `products` takes for each row and unit of gates: those, the same values, and at most two units more.
+    static constexpr int64_t UNIT = 4 * Product::OUTPUTS + W;
+
     // Some of all experts' SwiGLUs, of these gates and the same values: where those begin at no multiple of OUTPUTS, of
     // some more.
     void compute_inner(Range gates) const {
         const Range values = {(width + gates.begin) / Product::OUTPUTS * Product::OUTPUTS,
                               min(round_up(width + gates.end, Product::OUTPUTS), 2 * width)};
         const int64_t stride = round_up(gates.size() + values.size(), W);
-        float* products = (float*)aligned_alloc(LINE, round_up(routing.most() * stride * sizeof(float), LINE));
+        float* of_part = products + gates.begin / Product::OUTPUTS * UNIT * routing.most();
         for (int64_t e = 0; e < routing.experts; e++) {
             const int64_t count = routing.count(e);
             if (!count) continue;
             char* laid_out = inputs + starts[0][e];
-            gate_up.multiply(e, count, laid_out, gates, Collect{products, stride, gates.begin});
-            gate_up.multiply(e, count, laid_out, values, Collect{products + gates.size(), stride, values.begin});
+            gate_up.multiply(e, count, laid_out, gates, Collect{of_part, stride, gates.begin});
+            gate_up.multiply(e, count, laid_out, values, Collect{of_part + gates.size(), stride, values.begin});
             for (int64_t row = 0; row < count; row++) {
-                const float* of_row = products + row * stride;
+                const float* of_row = of_part + row * stride;
                 swiglu(of_row, of_row + gates.size() + width + gates.begin - values.begin, gates.size(),
                        inner + (routing.offsets[e] + row) * width + gates.begin);
             }
         }
-        free(products);
     }
 
     void compute_outputs(Range part) const {
@@ -181,32 +197,29 @@ struct Call {
     const void* weights;      // [rows][top_k]
     void* out;                // [rows][hidden]
     int64_t rows, top_k, experts, hidden, width, threads;
+    Scratch scratch;
 };
 
 template <class Product>
 void mix_experts(const Call& call, const Product& gate_up, const Product& down) {
     using T = typename Product::T;
     const int64_t size = call.rows * call.top_k, experts = call.experts;
-    constexpr bool is_float = std::is_same<T, float>::value;
-    int64_t* numbers = (int64_t*)malloc((size + 3 * (experts + 1)) * sizeof(int64_t));
-    int64_t* offsets = numbers + size;
-    Routing routing = {numbers, offsets, call.rows, call.top_k, experts};
+    Scratch scratch = call.scratch;
+    Routing routing = {scratch.take<int64_t>(size), scratch.take<int64_t>(experts + 1), call.rows, call.top_k, experts};
     routing.sort(call.selected);
-    float* weights = (float*)malloc(size * sizeof(float));
+    float* weights = scratch.take<float>(size);
     for (int64_t c = 0; c < size; c++) weights[c] = to_float(((const T*)call.weights)[c]);
     Layer<Product> layer = {gate_up, down,        (const T*)call.x, (T*)call.out, routing,
                             weights, call.hidden, call.width,       call.threads};
-    for (int i = 0; i < 2; i++) layer.starts[i] = offsets + (i + 1) * (experts + 1);
+    for (int64_t*& starts : layer.starts) starts = scratch.take<int64_t>(experts + 1);
     const int64_t bytes = max(layer.place_inputs(gate_up, layer.starts[0]), layer.place_inputs(down, layer.starts[1]));
-    layer.inputs = (char*)aligned_alloc(LINE, bytes);
-    layer.inner = (T*)aligned_alloc(LINE, round_up(size * call.width * sizeof(T), LINE));
-    layer.sums = is_float ? (float*)call.out : (float*)malloc(call.rows * call.hidden * sizeof(float));
+    layer.inputs = scratch.take<char>(bytes);
+    layer.inner = scratch.take<T>(size * call.width);
+    const int64_t units = ceil_div(call.width, Product::OUTPUTS);
+    layer.products = scratch.take<float>(units * Layer<Product>::UNIT * routing.most());
+    const bool is_float = std::is_same<T, float>::value;
+    layer.sums = is_float ? (float*)call.out : scratch.take<float>(call.rows * call.hidden);
     layer.compute();
-    if (!is_float) free(layer.sums);
-    free(layer.inner);
-    free(layer.inputs);
-    free(weights);
-    free(numbers);
 }
 
 }  // namespace

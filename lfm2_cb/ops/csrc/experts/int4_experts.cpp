@@ -42,9 +42,10 @@ struct Int4Experts {
 // As experts_int8 (csrc/experts/int8_experts.cpp) with 4 bits: values and scales, as linear_int4 has them.
 KERNEL(experts_int4)(const void* x, int64_t is_bf16, const int64_t* selected, const void* weights,
                      const uint8_t* gate_up, const bf16* gate_up_scales, const uint8_t* down, const bf16* down_scales,
-                     void* out, int64_t rows, int64_t top_k, int64_t experts, int64_t hidden, int64_t width,
-                     int64_t threads) {
-    const Call call = {x, selected, weights, out, rows, top_k, experts, hidden, width, threads};
+                     void* out, char* scratch, int64_t bytes, int64_t rows, int64_t top_k, int64_t experts,
+                     int64_t hidden, int64_t width, int64_t threads) {
+    const Call call = {x, selected, weights, out, rows, top_k, experts, hidden, width, threads,
+                       {scratch, scratch + bytes}};
     auto start = [&](auto* typed) {
         using Experts = Int4Experts<std::remove_pointer_t<decltype(typed)>>;
         mix_experts(call, Experts{gate_up, gate_up_scales, hidden, 2 * width},
