@@ -50,7 +50,8 @@ def native_mix_experts(
     down_tensors = _describe(down, x.dtype)[1]
     name, thresholds = TABLE.get((weights_format, x.dtype, native.isa)) or TABLE[weights_format, x.dtype, ANY_ISA]
     dtype = () if weights_format == DENSE else (int(x.dtype == _BF16),)
-    scratch = empty((scratch_bytes(*selected.shape, num_experts, x.shape[1], outputs // 2),), torch.uint8)
+    rows, top_k = selected.shape
+    scratch = empty((scratch_bytes(rows, top_k, num_experts, x.shape[1], outputs // 2),), torch.uint8)
     native.call(
         name,
         x.contiguous(),
@@ -62,7 +63,8 @@ def native_mix_experts(
         out,
         scratch,
         len(scratch),
-        *selected.shape,
+        rows,
+        top_k,
         num_experts,
         x.shape[1],
         outputs // 2,
