@@ -251,7 +251,7 @@ class AdaptedKernels(KernelSet):
 
     def linear_swiglu(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if module in self._layers:  # the gates and values are changed
-            return self.swiglu(self.linear(module, x))
+            return self._gate(self.linear(module, x))
         return super().linear_swiglu(module, x)
 
     def _replace_heads(self, y: torch.Tensor, x: torch.Tensor, routing: Routing) -> None:

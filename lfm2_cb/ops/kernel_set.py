@@ -83,7 +83,7 @@ class KernelSet:
         """`swiglu(linear(module, x))`, of a layer that makes gates and values."""
         kernel = _kernel_for(module, x, self._swiglu) if is_plain(module, PackedLinear.forward) else None
         if kernel is None or module._parameters["bias"] is not None:
-            return self.swiglu(self.linear(module, x))
+            return self._gate(self.linear(module, x))
         return kernel(self.native, x, module._parameters["weight"], None)  # type: ignore[arg-type]
 
     def route(
@@ -174,7 +174,7 @@ class KernelSet:
             return self.triton.rotary(positions, inv_freq, scale, dtype)
         return rotary(positions, inv_freq, scale, dtype, self.native)
 
-    def swiglu(self, x: torch.Tensor) -> torch.Tensor:
+    def _gate(self, x: torch.Tensor) -> torch.Tensor:
         """As `pointwise.swiglu`."""
         if self.triton is not None:
             return self.triton.swiglu(x)
