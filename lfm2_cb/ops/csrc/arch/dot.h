@@ -18,7 +18,7 @@ inline Eight load_eight(const uint8_t* x) { return {*(Four*)x - Sums{}, *(Four*)
 }  // namespace
 
 // multiply_add<APART>(acc, x, w): acc + the products of eight inputs and W outputs' weights: of four inputs `w`, and of
-// the other four `APART` behind.
+// the other four `APART` behind. weights_for<ROWS, APART>(w): these, as so many rows are best multiplied by them.
 #if defined(__AVX2__)
 #include "arch/x86/dot.h"
 #elif defined(__ARM_FEATURE_DOTPROD)
@@ -39,3 +39,27 @@ inline Sums multiply_add(Sums acc, const Eight& x, const int8_t* w) {
 
 }  // namespace
 #endif
+
+namespace {
+
+#if defined(__AVX512VNNI__)
+constexpr int SUMS_HELD = 18;  // vectors of sums that the registers hold beside weights and inputs
+
+template <int ROWS, int APART, std::enable_if_t<(ROWS > 1), int> = 0>
+inline Eight weights_for(const int8_t* w) {
+    Eight loaded;
+    memcpy(&loaded.first, w, sizeof loaded.first);
+    memcpy(&loaded.second, w + APART, sizeof loaded.second);
+    return loaded;
+}
+template <int ROWS, int APART, std::enable_if_t<ROWS == 1, int> = 0>
+#else
+constexpr int SUMS_HELD = 8;
+
+template <int ROWS, int APART>
+#endif
+inline const int8_t* weights_for(const int8_t* w) {
+    return w;
+}
+
+}  // namespace

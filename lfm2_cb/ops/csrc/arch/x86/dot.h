@@ -1,6 +1,7 @@
 // csrc/arch/dot.h's products by VNNI, or by AVX2 and AVX-512 without it.
 //
-// In assembly, as weights are then no instructions of their own but operands in memory.
+// In assembly, as weights are then no instructions of their own but operands in memory; with 32 registers, those of
+// several rows are loaded once.
 #pragma once
 
 #include <immintrin.h>
@@ -21,6 +22,14 @@ inline Sums multiply_add(Sums acc, const Eight& x, const int8_t* w) {
 #endif
     return acc;
 }
+#if defined(__AVX512VNNI__)
+template <int>
+inline Sums multiply_add(Sums acc, const Eight& x, const Eight& w) {
+    asm("vpdpbusd %1, %2, %0" : "+v"(acc) : "v"(w.first), "v"(x.first));
+    asm("vpdpbusd %1, %2, %0" : "+v"(acc) : "v"(w.second), "v"(x.second));
+    return acc;
+}
+#endif
 #else
 // Two instructions' products are summed in 16 bits before they are widened. What is summed, inputs 0, 1, 4, 5 and
 // 2, 3, 6, 7 each, never overflows: see ops/linear/int8.py.
