@@ -20,6 +20,8 @@ from ..scheduling.scheduler import ScheduledRow, Scheduler
 
 logger = logging.get_logger("transformers.lfm2_cb")
 
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
 #: the two tracks of events
 ENGINE, REQUESTS = 1, 2
 
@@ -76,8 +78,9 @@ class Trace:
             if self._file.closed:
                 return
             try:
-                self._add_requests(rows, start, end)
-                self._add_engine(rows, start, end, scheduler, num_accepted)
+                prefills = [row for row in rows if is_prefill(row)]
+                self._add_requests(rows, prefills, start, end)
+                self._add_engine(rows, prefills, start, end, scheduler, num_accepted)
                 if end - self._flushed > FLUSH_SECONDS or not scheduler.has_unfinished:
                     self._file.flush()
                     self._flushed = end
@@ -98,34 +101,42 @@ class Trace:
                 logger.warning(f"lfm2_cb: the end of the trace {self.path} cannot be written: {error}")
             self._close_file()
 
-    def _add_requests(self, rows: list[ScheduledRow], start: float, end: float) -> None:
+    def _add_requests(self, rows: list[ScheduledRow], prefills: list[ScheduledRow], start: float, end: float) -> None:
+        spans, prefilled = self._spans, {row.request.request_id for row in prefills}
         for row in rows:
-            request, span = row.request, self._spans.get(row.request.request_id)
+            request = row.request
+            request_id, span = request.request_id, spans.get(request.request_id)
             if span is None:
                 self._name(request)
                 self._event(request, "waiting", request.metrics.arrival_time, start)
-            if span is not None and (is_prefill(row) or span.name == "preempted"):
+            elif request_id in prefilled or span.name == "preempted":
                 self._end(span, start)
                 span = None
-            if is_prefill(row):
-                self._event(request, "prefill", start, end, {"tokens": row.num_tokens, "from": row.start})
-                self._spans[request.request_id] = _Span(request, "decode", end, 0, request.num_tokens)
-                continue
-            if span is None:
-                span = self._spans[request.request_id] = _Span(request, "decode", start, 0, row.start + 1)
-            span.num_steps += 1
-        for request_id, span in list(self._spans.items()):
+            if request_id not in prefilled:
+                if span is None:
+                    span = spans[request_id] = _Span(request, "decode", start, 0, row.start + 1)
+                span.num_steps += 1
+        for row in prefills:
+            self._event(row.request, "prefill", start, end, {"tokens": row.num_tokens, "from": row.start})
+            spans[row.request.request_id] = _Span(row.request, "decode", end, 0, row.request.num_tokens)
+        for span in [span for span in spans.values() if span.request.status is not RequestStatus.RUNNING]:
             if span.request.is_finished:
                 self._end(span, end)
-                del self._spans[request_id]
-            elif span.request.status is RequestStatus.WAITING and span.name != "preempted":
+                del spans[span.request.request_id]
+            elif span.name != "preempted":
                 self._end(span, start)
-                self._spans[request_id] = _Span(span.request, "preempted", start)
+                spans[span.request.request_id] = _Span(span.request, "preempted", start)
 
     def _add_engine(
-        self, rows: list[ScheduledRow], start: float, end: float, scheduler: Scheduler, num_accepted: int
+        self,
+        rows: list[ScheduledRow],
+        prefills: list[ScheduledRow],
+        start: float,
+        end: float,
+        scheduler: Scheduler,
+        num_accepted: int,
     ) -> None:
-        num_prefill = sum(row.num_tokens for row in rows if is_prefill(row))
+        num_prefill = sum(row.num_tokens for row in prefills)
         args = {
             "rows": len(rows),
             "prefill_tokens": num_prefill,
@@ -169,7 +180,7 @@ class Trace:
         return round(max(0.0, time - self._start) * 1e6, 1)
 
     def _write(self, event: dict[str, Any], ending: str = ",\n") -> None:
-        self._file.write(json.dumps(event, separators=(",", ":")) + ending)
+        self._file.write(_encode(event) + ending)
 
     def _close_file(self) -> None:
         with contextlib.suppress(OSError):  # what was buffered cannot be written either; it is closed all the same
