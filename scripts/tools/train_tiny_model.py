@@ -40,7 +40,7 @@ SPECIAL_TOKENS = [
 ]
 PAD, BOS, END_OF_TEXT, IM_END = 0, 1, 2, 7
 #: how its answers read best; comparisons ask for greedy
-SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+SAMPLING = {"do_sample": True, "temperature": 0.6, "top_p": 0.7}
 CHAT_TEMPLATE = (
     "{{- bos_token -}}{%- for message in messages -%}"
     "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}{%- endfor -%}"

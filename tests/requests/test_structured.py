@@ -119,7 +119,7 @@ OPTIONS = {
     "top-k": {"do_sample": True, "top_k": 5, "temperature": 2.0},
     "top-p": {"do_sample": True, "top_p": 0.8},
     "penalty": {"do_sample": True, "repetition_penalty": 1.5},
-    "slow processor": {"do_sample": True, "no_repeat_ngram_size": 4, "typical_p": 0.9},
+    "slow processor": {"do_sample": True, "epsilon_cutoff": 3e-4, "typical_p": 0.9},
     "a processor that undoes it": {
         "do_sample": False,  # else what it has raised leaves nothing of the rest within top_p
         "logits_processor": [lambda _, scores: scores.nan_to_num(neginf=100.0)],
