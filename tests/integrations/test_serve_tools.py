@@ -242,7 +242,7 @@ def say(monkeypatch, tokenizer, text):
         num_said = [history[::-1].index(turn) - header for history in histories]
         return [tokens[min(n, len(tokens) - 1)] for n in num_said]
 
-    monkeypatch.setattr("lfm2_cb.engine.engine.sample", sample)
+    monkeypatch.setattr("lfm2_cb.engine.choices.sample", sample)
 
 
 SAID = {
