@@ -11,7 +11,7 @@ from .requests.outputs import RequestEvent, RequestOutput
 from .requests.structured import Structured
 from .requests.tool_calls import ToolCall, parse_tool_calls
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 register()
 
