@@ -23,7 +23,7 @@ from lfm2_cb.integrations.serve import build_app
 from lfm2_cb.integrations.serve.choices import Choice, StopStrings
 from lfm2_cb.integrations.serve.parsers import TemplateParser
 from serving import CHAT, ENDLESS, KEY, Server
-from transformers import ContinuousBatchingConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.utils.chat_parsing import ResponseParser
 
 import lfm2_cb
@@ -133,7 +133,9 @@ def test_sampling_is_each_requests_own(chat):
     greedy = texts(temperature=0)
     assert greedy == texts(temperature=1.0, extra_body={"top_k": 1}) == texts(temperature=1.0, seed=1, top_p=1e-6)
     # what is not said is the model's: its generation_config samples
-    assert greedy != texts(temperature=None, seed=1) == texts(temperature=0.6, top_p=0.9, seed=1)
+    model = GenerationConfig.from_pretrained(lfm2_cb.demo_model_path())
+    own = {"temperature": model.temperature, "top_p": model.top_p}
+    assert greedy != texts(temperature=None, seed=1) == texts(**own, seed=1)
     assert texts(extra_body={"generation_config": json.dumps({"max_new_tokens": 12, "suppress_tokens": [276]})})
 
 

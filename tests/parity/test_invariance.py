@@ -187,7 +187,7 @@ def test_a_shared_prefix_is_attended_to_once_and_changes_nothing(demo_stock, dem
     head = demo_tokenizer(" ".join(demo_prompts(60)))["input_ids"][:500]
     prompts = [head + demo_tokenizer(prompt)["input_ids"] for prompt in demo_prompts(6)]
     with ContinuousBatchingGenerator(demo_stock, cache_memory="64MiB", block_size=32) as generator:
-        outputs = generator.generate(prompts, max_new_tokens=NEW, do_sample=False)
+        outputs = generator.generate(prompts, max_new_tokens=NEW, do_sample=False, eos_token_id=None)
     assert [6] in calls
     for output, prompt in zip(outputs, prompts, strict=True):
         assert output.token_ids == stock_greedy(demo_stock, prompt, NEW)

@@ -211,7 +211,7 @@ def soak(
     assert engine.scheduler.cache.pool.num_free == engine.plan.num_blocks
     assert not engine.prompt_lookup()._texts
     assert after.threads == before.threads, (before, after)
-    assert after.files == before.files, (before, after)
+    assert after.files <= before.files, (before, after)  # one may have been open for a moment before
     grown = (after.rss - before.rss) / 2**20
     assert grown < 32, f"RSS grew by {grown:.0f} MiB"
     wrong = _wrong_answers(stock, tally, num_samples, seed)
