@@ -82,7 +82,8 @@ def lend(arena: Arena) -> Iterator[None]:
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """`torch.empty` on CPU, which has large tensors from the arena that is lent, if one is. To be asked for what a
     kernel fills."""
-    arena = _lent.arena
+    # (A compiler cannot follow a thread's own values: torch 2.9's fails.)
+    arena = None if torch.compiler.is_compiling() else _lent.arena
     if arena is None or math.prod(shape) * dtype.itemsize < LARGE:
         return torch.empty(shape, dtype=dtype)
     return arena.empty(torch.Size(shape), dtype)
