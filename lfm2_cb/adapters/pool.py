@@ -126,9 +126,10 @@ class AdapterPool:
 
     def _room_for(self, adapter: Adapter) -> Active:
         """Memory for it: that of one just let go which is laid out alike (new memory is written twice), or new."""
-        for i, spare in enumerate(self._spares):
-            if spare.adapter.layout == adapter.layout:
-                return replace(self._spares.pop(i), adapter=adapter)
+        alike = [i for i, spare in enumerate(self._spares) if spare.adapter.layout == adapter.layout]
+        if alike:
+            return replace(self._spares.pop(alike[0]), adapter=adapter)
+        self.return_spares()  # before there is new memory, or both together might be more than the budget
         dtype = self.model.dtype
         memory = zeros((adapter.num_bytes,), torch.uint8, self.model.device)
         active, start = Active(adapter), 0
@@ -141,7 +142,8 @@ class AdapterPool:
         return active
 
     def clear(self, place: int) -> None:
-        """Let go of what is there. Its memory is kept for what is filled next, until `return_spares`."""
+        """Let go of what is there. Its memory is kept for what is filled next, until that is laid out otherwise or
+        `return_spares`."""
         active = self._active.pop(place, None)
         if active is not None:
             self._descriptors()[place] = 0

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import weakref
 
 import peft
 import pytest
@@ -12,8 +13,13 @@ from making import Peft, save_adapter
 from safetensors.torch import load_file, save_file
 
 from lfm2_cb import ContinuousBatchingGenerator
+from lfm2_cb.adapters import pool as pool_module
 from lfm2_cb.adapters.peft_config import AdapterError, PeftConfig
+from lfm2_cb.adapters.pool import AdapterPool
 from lfm2_cb.adapters.sources import Folder
+from lfm2_cb.model.conversion import adopt
+from lfm2_cb.model.modeling import Lfm2CbForCausalLM
+from lfm2_cb.ops.memory import zeros
 from lfm2_cb.scheduling.adapters import AdapterTooLarge
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
@@ -152,6 +158,21 @@ def test_files_are_asked_for_when_requests_are_queued_that_want_them(generator, 
             assert [*map(str, asked)] == [str(saved)]
     finally:
         generator.unload_adapter("x")
+
+
+@pytest.mark.parametrize("rank", [4, 5])
+def test_what_is_let_go_never_lies_beside_new_memory(rank, stock, saved, tmp_path, monkeypatch):
+    """Memory is taken over by an adapter that is laid out alike, and else given back before there is new memory."""
+    pool = AdapterPool(adopt(stock, Lfm2CbForCausalLM), 1)
+    pool.load("old", saved)
+    pool.load("new", save_adapter(stock, tmp_path / "new", 2, r=rank))
+    pool.fill(0, pool.get("old"))
+    held, at_new_memory = weakref.ref(pool._active[0].deltas[0].a), []
+    monkeypatch.setattr(pool_module, "zeros", lambda *args: (at_new_memory.append(held()), zeros(*args))[1])
+    pool.clear(0)
+    pool.fill(0, pool.get("new"))
+    assert at_new_memory == ([] if rank == 4 else [None])
+    assert (held() is None) == (rank != 4)
 
 
 def test_a_live_peft_model_is_taken_with_its_adapters(stock, tmp_path):
