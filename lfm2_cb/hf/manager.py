@@ -6,7 +6,7 @@ import copy
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
@@ -99,19 +99,23 @@ class Lfm2CbManager(ContinuousBatchingManager):
                 if self._live or self.is_running():
                     raise RuntimeError("the model was moved or replaced while the manager runs: stop it before")
             options = engine_config(self.continuous_batching_config, ours)
-            adapters = getattr(self.continuous_batching_config, "adapters", None) or {}
-            self._generator = ContinuousBatchingGenerator(ours, **vars(options), adapters=adapters)
-            self._take_live_adapters(self._generator, adapters)
+            self._generator = ContinuousBatchingGenerator(ours, **vars(options), adapters=self._given_adapters)
+            self._take_live_adapters(self._generator)
             self._placed = (ours.dtype, ours.device)
             engine = self._generator.engine
             self.batch_processor = BatchProcessor(engine, SchedulerView(engine, self._live))
             return self._generator
 
-    def _take_live_adapters(self, generator: ContinuousBatchingGenerator, others: Collection[str]) -> None:
-        """The model's own as they are now, but for names that others have."""
+    @property
+    def _given_adapters(self) -> dict[str, Any]:
+        """Those of the configuration, where it is one of ours."""
+        return getattr(self.continuous_batching_config, "adapters", None) or {}
+
+    def _take_live_adapters(self, generator: ContinuousBatchingGenerator) -> None:
+        """The model's own as they are now, but for names that the configuration gives to others."""
         if self._peft is not None:
             for name, source in adapters_of(self._peft).items():
-                if name not in others:
+                if name not in self._given_adapters:
                     generator.engine.load_adapter(name, source)
 
     @property
@@ -142,8 +146,9 @@ class Lfm2CbManager(ContinuousBatchingManager):
             logger.warning("Manager thread is already running.")
             return
         self.background_thread_status.clear()
-        generator = self._prepare()
-        self._take_live_adapters(generator, getattr(self.continuous_batching_config, "adapters", None) or {})
+        known, generator = self._generator, self._prepare()
+        if generator is known:  # a new one has just taken them
+            self._take_live_adapters(generator)
         loop = generator.loop
         loop.engine.forget_cached()
         self._generation_thread = GenerationThread(

@@ -118,6 +118,25 @@ def test_stocks_methods_of_a_live_peft_model(demo_stock, demo_tokenizer, paths, 
     manager.destroy()
 
 
+def test_a_live_models_adapters_are_copied_once_a_start(demo_stock, demo_tokenizer, paths, expected, monkeypatch):
+    """And do not take the names that the configuration gives to others."""
+    live = peft.PeftModel.from_pretrained(copy.deepcopy(demo_stock), paths["a"], adapter_name="a").eval()
+    copied, state_dict = [], peft.get_peft_model_state_dict
+    monkeypatch.setattr(
+        peft, "get_peft_model_state_dict", lambda *args, **kwargs: (copied.append(1), state_dict(*args, **kwargs))[1]
+    )
+    config = Lfm2CbBatchingConfig(adapters={"a": paths["b"]}, cache_memory="8MiB")
+    manager = Lfm2CbManager(live, GenerationConfig(**OPTIONS), config)
+    ids = [demo_tokenizer(text)["input_ids"] for text in TEXTS]
+    for starts in (1, 2):
+        manager.start()
+        assert len(copied) == starts
+        names = manager.add_requests(ids)
+        assert [manager.get_result(name).generated_tokens for name in names] == [expected["b", t] for t in TEXTS]
+        manager.stop(keep_for_next_session=True)
+    manager.destroy()
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
 def test_the_command_line(suffix, demo_tokenizer, paths, expected, tmp_path, monkeypatch, capsys):
     import lfm2_cb
