@@ -8,9 +8,10 @@ import torch
 from emulator import ArmKernels
 
 from lfm2_cb.ops.experts import QuantizedExperts, mix_experts, native_mix_experts, route
+from lfm2_cb.ops.experts import native as experts_module
 from lfm2_cb.ops.experts.native import TABLE, scratch_bytes
 from lfm2_cb.ops.linear.table import DENSE
-from lfm2_cb.ops.native import Arena, lend
+from lfm2_cb.ops.native import Arena, empty, lend
 from lfm2_cb.ops.native import library as native
 from lfm2_cb.ops.native.arena import LARGE
 from lfm2_cb.ops.native.instruction_sets import EMULATORS
@@ -18,6 +19,7 @@ from lfm2_cb.ops.native.instruction_sets import EMULATORS
 pytestmark = pytest.mark.skipif(
     shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
 )
+ODD = [1, 15, 17, 31, 33, 47, 65, 127, 129, 511, 513, 1023, 1025]
 EVERY_DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
@@ -117,8 +119,8 @@ def test_every_row_to_one_expert_and_no_rows(kernels):
     selected, weights = torch.zeros(70, 1, dtype=torch.int64), torch.full((70, 1), 0.5)
     out = native_mix_experts(kernels, case.x, selected, weights, *case.stacks)
     torch.testing.assert_close(out, mix_experts(case.x, selected, weights, *(s.unbind() for s in case.stacks)))
-    empty = native_mix_experts(kernels, case.x[:0], selected[:0], weights[:0], *case.stacks)
-    assert empty.shape == (0, case.x.shape[1])
+    none = native_mix_experts(kernels, case.x[:0], selected[:0], weights[:0], *case.stacks)
+    assert none.shape == (0, case.x.shape[1])
 
 
 def test_scratch_lies_in_the_arena(kernels):
@@ -131,6 +133,40 @@ def test_scratch_lies_in_the_arena(kernels):
             out = native_mix_experts(kernels, case.x, selected, case.weights, *case.stacks)
         assert scratch <= arena.num_bytes <= 2 * scratch
     assert largest(out - case.exact) <= 1e-5 * largest(case.exact)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("seed", range(3))
+def test_scratch_suffices(seed, bits, dtype, kernels, monkeypatch):
+    """Odd shapes, and choices that ask for as much as can be: a kernel that runs short of it aborts, and none writes
+    behind it."""
+    guards, rng = [], random.Random(seed)
+
+    def guarded(shape, dtype):
+        if dtype != torch.uint8:
+            return empty(shape, dtype)
+        memory = torch.full((shape[0] + 4096,), 0xA5, dtype=dtype)
+        guards.append(memory[shape[0] :])
+        return memory[: shape[0]]
+
+    monkeypatch.setattr(experts_module, "empty", guarded)
+    for rows in (1, 7, 31, 33, 130):
+        num_experts, hidden, width = rng.randint(1, 9), rng.choice(ODD), rng.choice(ODD)
+        top_k = rng.randint(1, min(4, num_experts))
+        gate_up, down = torch.ones(num_experts, 2 * width, hidden), torch.ones(num_experts, hidden, width)
+        x, weights = torch.ones(rows, hidden, dtype=dtype), torch.ones(rows, top_k, dtype=dtype)
+        experts = QuantizedExperts(num_experts, hidden, width, bits or 8)
+        for held, stack in zip((experts.gate_up_proj, experts.down_proj), (gate_up, down), strict=True):
+            held.put(held.quantize(stack.to(dtype)))
+        in_turn = torch.arange(rows)[:, None] + torch.arange(top_k)
+        for selected in (in_turn % num_experts, torch.arange(top_k).repeat(rows, 1)):
+            for by in with_emulation(kernels):
+                if bits:
+                    experts.mix(x, selected, weights, by)
+                else:
+                    native_mix_experts(by, x, selected, weights, gate_up.to(dtype), down.to(dtype))
+    assert guards and all((guard == 0xA5).all() for guard in guards)
 
 
 @EVERY_DTYPE

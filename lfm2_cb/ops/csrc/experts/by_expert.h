@@ -203,6 +203,8 @@ struct Call {
 template <class Product>
 void mix_experts(const Call& call, const Product& gate_up, const Product& down) {
     using T = typename Product::T;
+    static_assert(Product::ROWS <= 32 && Product::OUTPUTS >= 16 && Product::OUTPUTS <= 64 && W <= 16,
+                  "experts/native.py reckons the scratch for no others");
     const int64_t size = call.rows * call.top_k, experts = call.experts;
     Scratch scratch = call.scratch;
     Routing routing = {scratch.take<int64_t>(size), scratch.take<int64_t>(experts + 1), call.rows, call.top_k, experts};
