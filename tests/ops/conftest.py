@@ -10,6 +10,7 @@ from lfm2_cb.ops import native
 from lfm2_cb.ops.native.instruction_sets import ARM, ISAS
 
 sys.path.insert(0, str(Path(__file__).parent / "arm"))
+sys.path.insert(0, str(Path(__file__).parent))
 from emulator import CAN_RUN, ArmKernels, emulated
 
 

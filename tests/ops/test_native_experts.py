@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from emulator import ArmKernels
+from emulated_units import AsAmx, with_emulation
 
 from lfm2_cb.ops.experts import QuantizedExperts, mix_experts, native_mix_experts, route
 from lfm2_cb.ops.experts import native as experts_module
@@ -14,7 +14,6 @@ from lfm2_cb.ops.linear.table import DENSE
 from lfm2_cb.ops.native import Arena, empty, lend
 from lfm2_cb.ops.native import library as native
 from lfm2_cb.ops.native.arena import LARGE
-from lfm2_cb.ops.native.instruction_sets import EMULATORS
 
 pytestmark = pytest.mark.skipif(
     shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
@@ -50,23 +49,6 @@ class Case:
 
 def largest(tensor: torch.Tensor) -> float:
     return tensor.double().abs().max().item()
-
-
-class AsAmx(native.NativeKernels):
-    """A processor with matrix units, by the emulation of another instruction set."""
-
-    def __init__(self, kernels):
-        super().__init__(kernels._library, kernels.isa)
-        self._by, self.isa = kernels.isa, "amx"
-
-    def _find(self, name):
-        return getattr(self._library, f"{name}_{self._by}")
-
-
-def with_emulation(kernels):
-    """By an instruction set, and by its emulation of matrix units where it has one."""
-    emulates = kernels.isa in EMULATORS and not isinstance(kernels, ArmKernels)
-    return [kernels, AsAmx(kernels)] if emulates else [kernels]
 
 
 @EVERY_DTYPE

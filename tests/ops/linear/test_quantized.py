@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from emulated_units import with_emulation
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -241,6 +242,22 @@ def test_a_layers_row_is_the_same_alone_and_among_any_number(bits, dtype, kernel
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", BITS)
+def test_a_layers_row_is_the_same_on_either_side_of_the_tables_boundaries(bits, dtype, kernels):
+    """Whichever kernels the table chooses for so many rows, those for matrix units among them."""
+    layer, x = make_layer(bits, inputs=1100, outputs=263).to(dtype), torch.randn(300, 1100).to(dtype)
+    for by in with_emulation(kernels):
+        among = KernelSet(by)
+        torch.set_num_threads(2)
+        together = among.linear(layer, x)
+        torch.set_num_threads(1)
+        for rows in (1, 5, 8, 9, 64):
+            assert torch.equal(among.linear(layer, x[:rows]), together[:rows]), rows
+            assert torch.equal(among.linear(layer, x[-rows:]), together[-rows:]), rows
+
+
+@needs_compiler
 @pytest.mark.parametrize("bits", BITS)
 def test_instruction_sets_agree_to_the_bit(bits):
     loaded = native.load()
@@ -302,9 +319,9 @@ def test_zeros_and_tiny_inputs(kernels):
 # Layers
 
 
-def make_layer(bits: int, bias: bool = True) -> QuantizedLinear:
-    layer = QuantizedLinear(70, 33, bias, bits)
-    layer.put(layer.quantize(torch.randn(33, 70)))
+def make_layer(bits: int, bias: bool = True, inputs: int = 70, outputs: int = 33) -> QuantizedLinear:
+    layer = QuantizedLinear(inputs, outputs, bias, bits)
+    layer.put(layer.quantize(torch.randn(outputs, inputs)))
     if bias:
         torch.nn.init.normal_(layer.bias)
     return layer
