@@ -77,11 +77,36 @@ struct ResultLines {
     }
 };
 
+// Sums of a group and a panel that are finished while the next are computed, a row a step (software pipelining): while
+// the matrix units multiply, those for vectors have little to do. (Measured on one core of a Xeon with AMX, 2,048 rows, ms
+// with the sums finished at once and so: SwiGLU of 1,024 inputs 30.2 and 25.9, product by as many outputs 2.9 and 2.8.)
+template <class Epilogue>
+struct PendingRows {
+    const Epilogue& epilogue;
+    const float* sums = nullptr;  // [row][PANEL]
+    Range rows = {0, 0};
+    int64_t output = 0, count = 0;
+
+    void take(const float* all, Range its_rows, int64_t its_output, int64_t its_count) {
+        sums = all;
+        rows = its_rows;
+        output = its_output;
+        count = its_count;
+    }
+    void step() {
+        if (rows.begin < rows.end) epilogue(rows.begin++, output, sums, count);
+        sums += PANEL;
+    }
+    void finish() {
+        while (rows.begin < rows.end) step();
+    }
+};
+
 // Tiles 0 ... 3 += two tiles of x by two of weights, over some steps. `kept`: whether the first rows of x are to stay in
 // the first-level cache.
-template <bool kept, class Lines>
+template <bool kept, class Epilogue>
 inline void multiply(Tiles& tiles, const Group& x, const char* weights, Range steps, Prefetcher& prefetcher,
-                     Lines& results) {
+                     ResultLines<Epilogue>& results, PendingRows<Epilogue>& pending) {
     const char *first = x.first + steps.begin * x.step, *second = x.second + steps.begin * x.step;
     weights += steps.begin * PAIR;
     for (int64_t s = steps.begin; s < steps.end; s++, first += x.step, second += x.step, weights += PAIR) {
@@ -90,6 +115,7 @@ inline void multiply(Tiles& tiles, const Group& x, const char* weights, Range st
         tiles.multiply_bf16<0, 4, 6>();
         tiles.stream<7>(weights + TILE_BYTES, LINE);
         tiles.multiply_bf16<1, 4, 7>();
+        pending.step();
         tiles.stream<5>(second, x.stride);
         tiles.multiply_bf16<2, 5, 6>();
         tiles.multiply_bf16<3, 5, 7>();
@@ -113,17 +139,12 @@ inline void store_sums(Tiles& tiles, char* sums) {
     tiles.store<3>(sums + 3 * TILE_BYTES, LINE);
 }
 
-// The sums of a group and a panel, as the rows that they are.
-template <class Epilogue>
-void finish(Tiles& tiles, const Product<Epilogue>& p, int64_t group, int64_t panel) {
-    alignas(64) float sums[GROUP][PANEL];
-    tiles.store<0>(sums[0], sizeof sums[0]);
-    tiles.store<1>(sums[0] + TILE_ROWS, sizeof sums[0]);
-    tiles.store<2>(sums[TILE_ROWS], sizeof sums[0]);
-    tiles.store<3>(sums[TILE_ROWS] + TILE_ROWS, sizeof sums[0]);
-    const int64_t row = group * GROUP;
-    for (int64_t r = 0; r < min(GROUP, p.x.rows - row); r++)
-        p.epilogue(row + r, panel * p.RESULTS, sums[r], p.results_of(panel));
+// The tiles of sums, as the rows [GROUP][PANEL] that they are.
+inline void store_rows(Tiles& tiles, float (*sums)[PANEL]) {
+    tiles.store<0>(sums[0], sizeof *sums);
+    tiles.store<1>(sums[0] + TILE_ROWS, sizeof *sums);
+    tiles.store<2>(sums[TILE_ROWS], sizeof *sums);
+    tiles.store<3>(sums[TILE_ROWS] + TILE_ROWS, sizeof *sums);
 }
 
 // A block's panels over a chunk of steps, for some groups. scratch: the packed weights; sums [group][panel][SUMS].
@@ -136,6 +157,8 @@ void compute_chunk(Tiles& tiles, const Product<Epilogue>& p, Range groups, Range
         for (int64_t s = 0; s < count; s++)
             p.weights.transpose_tile_to(p.row(panels.begin + i / 2, i % 2), steps.begin + s,
                                         scratch + (i / 2 * count + s) * PAIR + i % 2 * TILE_BYTES);
+    alignas(64) float finished[GROUP][PANEL];
+    PendingRows<Epilogue> pending = {p.epilogue};
     for (int64_t g = groups.begin; g < groups.end; g++) {
         const Group x = p.group(g, steps.begin), next = p.group(min(g + 1, groups.end - 1), steps.begin);
         Prefetcher prefetcher = next.prefetcher(count, panels.size() * count);
@@ -150,13 +173,21 @@ void compute_chunk(Tiles& tiles, const Product<Epilogue>& p, Range groups, Range
                 tiles.zero<3>();
             }
             const char* weights = scratch + i * count * PAIR;
+            const int64_t panel = panels.begin + i, output = panel * p.RESULTS;
             const Range rows = {g * GROUP, is_last ? min((g + 1) * GROUP, p.x.rows) : 0};
-            ResultLines<Epilogue> results = {p.epilogue, rows, (panels.begin + i) * p.RESULTS};
-            multiply<true>(tiles, x, weights, {0, min(KEPT, count)}, prefetcher, results);
-            multiply<false>(tiles, x, weights, {min(KEPT, count), count}, prefetcher, results);
-            is_last ? finish(tiles, p, g, panels.begin + i) : store_sums(tiles, sums);
+            ResultLines<Epilogue> results = {p.epilogue, rows, output};
+            multiply<true>(tiles, x, weights, {0, min(KEPT, count)}, prefetcher, results, pending);
+            multiply<false>(tiles, x, weights, {min(KEPT, count), count}, prefetcher, results, pending);
+            if (!is_last) {
+                store_sums(tiles, sums);
+                continue;
+            }
+            pending.finish();
+            store_rows(tiles, finished);
+            pending.take(finished[0], rows, output, p.results_of(panel));
         }
     }
+    pending.finish();
 }
 
 template <class Epilogue>
