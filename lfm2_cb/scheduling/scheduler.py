@@ -85,6 +85,7 @@ class Scheduler:
     def add_all(self, requests: Sequence[Request]) -> None:
         """Queue requests and their forks, known to come together, that have passed `check_fits`."""
         now = self._clock()
+        requests = self.policy.arrange(requests, self.cache)
         for request in requests:
             for r in (request, *request.forks):
                 self._num_arrived += 1

@@ -107,6 +107,18 @@ def test_who_was_thrown_out_too_often_goes_before_all_others():
 # batch
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "past_future", "length_aware"])
+@pytest.mark.parametrize(("blocks", "order"), [(1000, [1, 3, 0, 2]), (12, [0, 1, 2, 3])])
+def test_of_a_list_that_fits_the_longest_answers_begin_first(policy, blocks, order):
+    scheduler = make(make_policy(policy), blocks=blocks, max_sequences=1)
+    scheduler.add_all([unlike(i, new=new) for i, new in enumerate((3, 9, 2, 9))])
+    ended = []
+    while scheduler.has_unfinished:
+        first = step(scheduler)[0].request
+        ended += [first.request_id] if first.is_finished else []
+    assert ended == order
+
+
 def shared_list(rng, groups=8, sharers=6, prefix=24, tail=(1, 9), new=(2, 20)):
     requests = []
     for g in range(groups):
