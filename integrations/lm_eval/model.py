@@ -68,7 +68,7 @@ class Lfm2CbLM(HFLM):
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         super().__init__(pretrained, device=device, **kwargs)
         self.generator = ContinuousBatchingGenerator(self.model, self.tokenizer, **vars(options))
-        self.scorer = Scorer(self.model, 2 * options.max_batch_tokens)
+        self.scorer = Scorer(self.model, options.max_batch_tokens)
 
     @property
     def batch_size(self) -> int:

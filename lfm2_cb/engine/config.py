@@ -27,7 +27,9 @@ class EngineConfig:
     there where a server's default is another (`for_server`).
 
     Args:
-        max_batch_tokens: tokens computed a step, prefill chunks and decodes together.
+        max_batch_tokens: tokens computed a step, prefill chunks and decodes together. (With 2,048, a list of 256 prompts
+            takes 3 % more, and its activations half the memory: a 350M model in bf16 on 2 cores of a Xeon with AMX.) A
+            server's default is 2,048: who comes while nobody decodes waits for half as long.
         max_sequences: requests running at once.
         cache_memory: of K/V blocks and conv states, as bytes or text such as "512MiB", "2GiB" (`cache_bytes` has the
             number); committed as it is first used. On CUDA also a share of the card's free memory, such as "80%".
@@ -50,7 +52,9 @@ class EngineConfig:
     Raises: ValueError: an option out of range, by name.
     """
 
-    max_batch_tokens: int = _option(2048, int, "tokens computed a step, prefill chunks and decodes together")
+    max_batch_tokens: int = _option(
+        4096, int, "tokens computed a step, prefill chunks and decodes together", server=2048
+    )
     max_sequences: int = _option(256, int, "requests running at once")
     cache_memory: int | str = _option("2GiB", str, 'of K/V blocks and conv states: bytes, or "512MiB", "2GiB"')
     block_size: int = _option(64, int, "tokens a cache block: the grain of prefix reuse")

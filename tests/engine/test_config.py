@@ -40,8 +40,8 @@ def test_a_field_says_what_a_flag_needs(field):
 
 def test_a_server_has_defaults_of_its_own_where_nothing_else_is_said():
     changed = dataclasses.asdict(EngineConfig.for_server()).items() - dataclasses.asdict(EngineConfig()).items()
-    assert changed == {("max_step_seconds", 0.2)}
-    config = EngineConfig.for_server(max_step_seconds=None, max_sequences=3)
+    assert changed == {("max_step_seconds", 0.2), ("max_batch_tokens", 2048)}
+    config = EngineConfig.for_server(max_step_seconds=None, max_batch_tokens=4096, max_sequences=3)
     assert config == EngineConfig(max_sequences=3)
 
 

@@ -445,7 +445,7 @@ def test_config_fields_are_honoured(model):
         assert manager.warmed_up
         return manager.batch_processor.engine
 
-    assert engine().config.block_size == 64 and engine().config.max_batch_tokens == 2048
+    assert engine().config.block_size == 64 and engine().config.max_batch_tokens == 4096
     assert engine(page_size=32).config.block_size == engine(block_size=32).config.block_size == 32
     assert engine(num_blocks=7).plan.num_blocks == 7
     assert engine(num_blocks=7, allow_block_sharing=False).plan.num_blocks == 7
