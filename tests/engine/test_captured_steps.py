@@ -106,7 +106,7 @@ def test_steps_whose_rows_share_prefixes_give_the_bits_of_those_that_are_not(
             runner.capturing = capturing
             outputs = generator.generate(
                 prompts,
-                max_new_tokens=[3 + 2 * i for i in range(14)],  # so that some steps have as many rows as the one before
+                max_new_tokens=[3 + 2 * i for i in range(14)],  # some steps have as many rows as the last
                 output_logits=True,
                 return_dict_in_generate=True,
                 **GREEDY,
