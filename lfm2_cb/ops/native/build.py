@@ -1,9 +1,10 @@
 """Builds the native library from `ops/csrc`: for a wheel, or on first use for this processor.
 
-Every source is compiled once per instruction set, but as `ADDITIONS`, `EMULATED` and `ONCE` say, and all of it linked
-into one library. It includes no torch header: a kernel is a C function of pointers, `int64_t`, `double` and, last, the
-number of threads, declared with `KERNEL(name)` from `csrc/core/simd.h`. So a build takes seconds, needs nothing but a
-C++ compiler, serves every version of torch and Python, and outlives no ABI.
+Every source is compiled once per instruction set, but as `ADDITIONS`, `EMULATED` and `ONCE` say, and linked into one
+library: for a wheel with all instruction sets, else with those of one base. It includes no torch header: a kernel is a
+C function of pointers, `int64_t`, `double` and, last, the number of threads, declared with `KERNEL(name)` from
+`csrc/core/simd.h`. So a build takes seconds, needs nothing but a C++ compiler, serves every version of torch and
+Python, and outlives no ABI.
 
 `setup.py` imports this module where there is no torch: it needs nothing but the standard library.
 """
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from .instruction_sets import ADDITIONS, EMULATED, EMULATORS, ISAS, ONCE
+from .instruction_sets import ADDITIONS, EMULATED, EMULATORS, FEATURES, ISAS, ONCE, base_of
 
 logger = logging.getLogger("transformers.lfm2_cb")
 
@@ -92,28 +93,33 @@ def prebuild_library(directory: Path, sources: Path = SOURCES) -> Path:
     return _build(compiler, sources, directory / f"native-{_key(sources)}.so", for_any_processor=True)
 
 
-def build_library(sources: Path = SOURCES, directory: Path | None = None) -> Path:
+def build_library(sources: Path = SOURCES, directory: Path | None = None, base: str | None = None) -> Path:
     """The library made of a folder of sources for this processor: from the cache where it is there and whole, else
     compiled.
 
+    Args: base: the instruction set that it is for, with its additions; None: the best that this processor has. It
+        says of all whether this processor has them.
     Raises: NativeUnavailable: no compiler, or it failed.
     """
     compiler = find_compiler()
     directory = directory or cache_directory()
-    library = directory / f"native-{_key(sources, compiler, _run([compiler, '--version']), _processor())}.so"
+    parts = compiler, _run([compiler, "--version"]), _processor(), base or "the best"
+    library = directory / f"native-{_key(sources, *parts)}.so"
     if _is_whole(library):
         return library
     logger.info("lfm2_cb: building the native kernels, once, into %s", directory)
-    return _build(compiler, sources, library)
+    return _build(compiler, sources, library, base)
 
 
-def _build(compiler: str, sources: Path, library: Path, for_any_processor: bool = False) -> Path:
+def _build(
+    compiler: str, sources: Path, library: Path, base: str | None = None, for_any_processor: bool = False
+) -> Path:
     """Its name holds a hash of all it is made from; a file beside it holds the hash of its content.
 
     Both are moved into place when they are complete, so that builders who race and builders who die do no harm.
     """
     with tempfile.TemporaryDirectory(prefix="build-", dir=library.parent) as scratch:
-        built = _compile(compiler, sources, Path(scratch), for_any_processor)
+        built = _compile(compiler, sources, Path(scratch), base, for_any_processor)
         noted = Path(scratch, "sha256")
         noted.write_text(_hash(built))
         os.replace(built, library)
@@ -150,18 +156,24 @@ def _hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _compile(compiler: str, sources: Path, scratch: Path, for_any_processor: bool) -> Path:
-    """Every source for every instruction set (of this processor, or of any), side by side, then one library."""
+def _compile(compiler: str, sources: Path, scratch: Path, base: str | None, for_any_processor: bool) -> Path:
+    """The sources for the instruction sets of a base (of this processor's best, or of all bases), side by side, then
+    one library."""
     known = _known_isas(compiler, scratch)
+    isas = list(known)
     if not for_any_processor:
         _run([compiler, "-shared", *map(str, known.values()), "-o", str(scratch / "supported.so")])
         asked = ctypes.CDLL(str(scratch / "supported.so"))
         known = {isa: target for isa, target in known.items() if getattr(asked, f"supported_{isa}")()}
+        base = base or base_of(list(known)[-1])
+        isas = [isa for isa in known if base_of(isa) == base]
     jobs = {
         scratch / f"{source.stem}.{isa}.o": compile_command(compiler, isa, source, sources)
-        for isa in known
+        for isa in isas
         for source in sources_for(isa, sources)
     }
+    once = [source for name in ONCE for source in sources.rglob(name)]
+    jobs |= {scratch / f"{source.stem}.o": compile_command(compiler, "plain", source, sources) for source in once}
     commands = [[*command, "-o", str(target)] for target, command in jobs.items()]
     width = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(width) as pool:
@@ -172,7 +184,7 @@ def _compile(compiler: str, sources: Path, scratch: Path, for_any_processor: boo
         finally:
             pool.shutdown(cancel_futures=True)
     library = scratch / "library.so"
-    _run([compiler, "-shared", "-pthread", *map(str, jobs), "-o", str(library)])
+    _run([compiler, "-shared", "-pthread", *map(str, [*known.values(), *jobs]), "-o", str(library)])
     return library
 
 
@@ -182,10 +194,10 @@ def compile_command(compiler: str, isa: str, source: Path, sources: Path = SOURC
 
 
 def sources_for(isa: str, sources: Path = SOURCES) -> list[Path]:
-    """Those of a folder that are compiled for an instruction set."""
-    left_out = set() if isa in EMULATORS else {name for names in EMULATED.values() for name in names}
-    if isa != "plain":
-        left_out.update(ONCE)
+    """Those of a folder that are compiled for an instruction set, but for `FEATURES`."""
+    left_out = {FEATURES, *ONCE}
+    if isa not in EMULATORS:
+        left_out.update(name for names in EMULATED.values() for name in names)
     return [
         source
         for source in sorted(sources.rglob("*.cpp"))
@@ -194,12 +206,12 @@ def sources_for(isa: str, sources: Path = SOURCES) -> list[Path]:
 
 
 def _known_isas(compiler: str, scratch: Path) -> dict[str, Path]:
-    """The instruction sets that this compiler can be asked for, with what it makes of features.cpp."""
+    """The instruction sets that this compiler can be asked for, with what it makes of `FEATURES`."""
     known = {}
     for isa, flags in ISAS.items():
         target = scratch / f"supported.{isa}.o"
         try:
-            _run([*compile_command(compiler, isa, SOURCES / "arch" / "features.cpp"), "-o", str(target)])
+            _run([*compile_command(compiler, isa, SOURCES / "arch" / FEATURES), "-o", str(target)])
             known[isa] = target
         except NativeUnavailable as error:
             if not flags:

@@ -41,13 +41,23 @@ EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx.cpp", "amx_experts.cpp")
 EMULATORS = ("plain", "avx2")
 #: sources that have nothing to do with instruction sets
 ONCE = ("threads.cpp",)
+#: the source that says whether this processor has an instruction set
+FEATURES = "features.cpp"
 #: an instruction set that adds to another: which, and the sources that are compiled for it; the rest is the other's
 ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "avxvnni": ("avx2", ("int8.cpp", "int8_experts.cpp", "features.cpp")),
-    "vnni": ("avx512", ("int8.cpp", "int8_experts.cpp", "features.cpp")),
-    "avx512bf16": ("vnni", ("decode_attention.cpp", "pointwise.cpp", "features.cpp")),
-    "amx": ("avx512bf16", (*EMULATED["amx"], "prefill_attention.cpp", "block_mass.cpp", "features.cpp")),
-    "dotprod": ("plain", ("int8.cpp", "int8_experts.cpp", "features.cpp")),
-    "i8mm": ("dotprod", ("int8.cpp", "int8_experts.cpp", "features.cpp")),
-    "bf16": ("i8mm", ("decode_attention.cpp", "features.cpp")),
+    "avxvnni": ("avx2", ("int8.cpp", "int8_experts.cpp")),
+    "vnni": ("avx512", ("int8.cpp", "int8_experts.cpp")),
+    "avx512bf16": ("vnni", ("decode_attention.cpp", "pointwise.cpp")),
+    "amx": ("avx512bf16", (*EMULATED["amx"], "prefill_attention.cpp", "block_mass.cpp")),
+    "dotprod": ("plain", ("int8.cpp", "int8_experts.cpp")),
+    "i8mm": ("dotprod", ("int8.cpp", "int8_experts.cpp")),
+    "bf16": ("i8mm", ("decode_attention.cpp",)),
 }
+
+
+def base_of(isa: str) -> str:
+    """The instruction set that it adds to, by way of others or not; itself where it adds to none. Those of one base
+    are built together."""
+    while isa in ADDITIONS:
+        isa = ADDITIONS[isa][0]
+    return isa

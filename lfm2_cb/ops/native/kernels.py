@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 
 from .build import NativeUnavailable
-from .instruction_sets import ISAS
+from .instruction_sets import ISAS, base_of
 
 #: classes of arguments that go as they are
 PLAIN = frozenset((int, float, bool, type(None)))
@@ -18,6 +19,7 @@ PLAIN = frozenset((int, float, bool, type(None)))
 class NativeKernels:
     """The library's functions for one instruction set.
 
+    library: a `ctypes.CDLL`, or what has functions as that has.
     isa: the instruction set. supported: all that this processor and the library have, but for those in `without`,
     best last. prebuilt: whether the library came with the wheel.
     recorders: by thread, what is told of each of its calls, of any instance, before the kernel runs: the kernels, the
@@ -27,7 +29,7 @@ class NativeKernels:
     recorders: dict[int, Callable[[NativeKernels, str, tuple, list], None]] = {}
 
     def __init__(
-        self, library: ctypes.CDLL, isa: str | None = None, without: Collection[str] = (), prebuilt: bool = False
+        self, library: Any, isa: str | None = None, without: Collection[str] = (), prebuilt: bool = False
     ) -> None:
         self._library, self._without, self.prebuilt = library, without, prebuilt
         built = [name for name in ISAS if name not in without and hasattr(library, f"supported_{name}")]
@@ -67,8 +69,8 @@ class NativeKernels:
             return 0
 
     def _find(self, name: str) -> ctypes._NamedFuncPointer:
-        for isa in reversed(list(ISAS)[: list(ISAS).index(self.isa) + 1]):  # a better one can do what the others can
-            if hasattr(self._library, f"{name}_{isa}"):
+        for isa in reversed(list(ISAS)[: list(ISAS).index(self.isa) + 1]):  # an addition leaves the rest to its base
+            if base_of(isa) == base_of(self.isa) and hasattr(self._library, f"{name}_{isa}"):
                 return getattr(self._library, f"{name}_{isa}")
         raise AttributeError(f"the native library has no {name}")
 

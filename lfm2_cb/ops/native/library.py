@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+from typing import Any
 
 import torch
 
 from .build import NativeUnavailable, build_library, prebuilt_library
-from .instruction_sets import ADDITIONS
+from .instruction_sets import ADDITIONS, ISAS, base_of
 from .kernels import NativeKernels
 from .self_check import addition_is_right
 
@@ -54,6 +55,27 @@ def load() -> NativeKernels:
     return found
 
 
+class BuiltLibraries:
+    """The libraries built here, as one. That of the best instruction set, which models run with, is there at once;
+    those of others (tests ask for them) are built or taken from the cache where a function is first asked for."""
+
+    def __init__(self) -> None:
+        self._best = ctypes.CDLL(str(build_library()))
+        has = [isa for isa in ISAS if hasattr(self._best, f"supported_{isa}")]
+        self._by_base = {base_of([isa for isa in has if getattr(self._best, f"supported_{isa}")()][-1]): self._best}
+
+    def __getattr__(self, function: str) -> Any:
+        name, _, isa = function.rpartition("_")
+        if name == "supported":
+            return getattr(self._best, function)
+        if isa not in ISAS:
+            raise AttributeError(f"the native libraries have no {function}")
+        base = base_of(isa)
+        if base not in self._by_base:
+            self._by_base[base] = ctypes.CDLL(str(build_library(base=base)))
+        return getattr(self._by_base[base], function)
+
+
 def _open_library() -> NativeKernels:
     prebuilt = prebuilt_library()
     if prebuilt is not None:
@@ -61,7 +83,7 @@ def _open_library() -> NativeKernels:
             return NativeKernels(ctypes.CDLL(str(prebuilt)), prebuilt=True)
         except OSError as error:  # a system library that is too old, for one
             logger.warning("lfm2_cb: the kernels that were installed do not load, so they are built: %s", error)
-    return NativeKernels(ctypes.CDLL(str(build_library())))
+    return NativeKernels(BuiltLibraries())
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """How the native kernels are built, kept and done without."""
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.ops.native import NativeUnavailable, build, resolve_kernels
 from lfm2_cb.ops.native import library as native
 from lfm2_cb.ops.native.build import build_library, cache_directory, prebuild_library, prebuilt_library
+from lfm2_cb.ops.native.instruction_sets import ADDITIONS, ISAS, base_of
 
 needs_compiler = pytest.mark.skipif(
     shutil.which(torch.utils.cpp_extension.get_cxx_compiler()) is None, reason="no C++ compiler"
@@ -49,6 +51,42 @@ def test_a_library_is_built_once_and_again_when_its_source_changes(small_sources
 
 
 @needs_compiler
+def test_a_library_is_for_one_base_and_says_what_the_processor_has(small_sources, tmp_path):
+    best = ctypes.CDLL(str(build_library(small_sources, tmp_path)))
+    plain = ctypes.CDLL(str(build_library(small_sources, tmp_path, "plain")))
+    supported = native.load().supported
+    for library, base in ((best, base_of(supported[-1])), (plain, "plain")):
+        assert [isa for isa in ISAS if hasattr(library, f"one_{isa}")] == [base]
+        assert [isa for isa in ISAS if hasattr(library, f"supported_{isa}")] == [*supported]
+
+
+@pytest.mark.skipif("avx512" not in ISAS, reason="not x86")
+def test_other_instruction_sets_are_built_when_a_kernel_of_theirs_is_asked_for(monkeypatch, fresh):
+    """And what one has not is not looked for, nor built, among those that it does not add to."""
+    built = []
+
+    class Library:
+        def __init__(self, base):
+            for isa in ("plain", "avx2", "avxvnni", "avx512", "vnni"):
+                setattr(self, f"supported_{isa}", lambda: 1)
+                if base_of(isa) == (base or "avx512") and isa not in ADDITIONS:
+                    setattr(self, f"route_{isa}", ctypes.CFUNCTYPE(None)(lambda: None))
+
+    monkeypatch.setattr(native, "prebuilt_library", lambda: None)
+    monkeypatch.setattr(native, "build_library", lambda base=None: built.append(base) or base or "")
+    monkeypatch.setattr(native.ctypes, "CDLL", Library)
+    monkeypatch.setattr(native, "addition_is_right", lambda _: True)
+    kernels = native.load()
+    assert kernels.isa == "vnni" and kernels.address("route") and not kernels.address("other")
+    assert kernels.without("vnni").address("route") == kernels.address("route")
+    assert built == [None]
+    for isa in ("avx2", "avxvnni", "avx2"):
+        assert kernels.using(isa).address("route") and not kernels.using(isa).address("other")
+        assert built == [None, "avx2"]
+    assert kernels.using("plain").address("route") and built == [None, "avx2", "plain"]
+
+
+@needs_compiler
 def test_a_tampered_library_is_not_loaded_but_built_again(small_sources, tmp_path):
     library = build_library(small_sources, tmp_path)
     whole = library.read_bytes()
@@ -65,7 +103,7 @@ def test_a_tampered_library_is_not_loaded_but_built_again(small_sources, tmp_pat
 def test_builders_who_race_leave_one_whole_library(small_sources, tmp_path):
     script = (
         "import sys; from pathlib import Path; from lfm2_cb.ops.native.build import build_library; import ctypes;"
-        "ctypes.CDLL(str(build_library(Path(sys.argv[1]), Path(sys.argv[2])))).one_plain()"
+        "ctypes.CDLL(str(build_library(Path(sys.argv[1]), Path(sys.argv[2]), 'plain'))).one_plain()"
     )
     command = [sys.executable, "-c", script, str(small_sources), str(tmp_path)]
     racers = [subprocess.Popen(command) for _ in range(3)]
