@@ -52,4 +52,22 @@ struct Prefetcher {
     }
 };
 
+// As many runs of memory side by side, of each a line in turn.
+template <int RUNS>
+struct InterleavedPrefetcher {
+    const char* runs[RUNS];
+    int64_t lines, bytes;  // lines a step; of a run
+    int64_t run = 0, offset = 0;  // of what is asked for next
+
+    void step() {
+        for (int64_t i = 0; i < lines && offset < bytes; i++) {
+            prefetch_line<2>(runs[run] + offset);
+            if (++run == RUNS) {
+                run = 0;
+                offset += LINE;
+            }
+        }
+    }
+};
+
 }  // namespace
