@@ -66,6 +66,17 @@ inline void call_with(void (*kernel)(T...), const Arg* args) {
     call_with(kernel, args, std::index_sequence_for<T...>());
 }
 
+// (Of 16 lanes GCC makes seven instructions.)
+inline uvec widened(hvec h) {
+#if defined(__AVX512F__)
+    uvec u;
+    asm("vpmovzxwd %1, %0" : "=v"(u) : "vm"(h));
+    return u;
+#else
+    return __builtin_convertvector(h, uvec);
+#endif
+}
+
 inline vec load(const float* p) {
     vec v;
     memcpy(&v, p, sizeof v);
@@ -75,7 +86,7 @@ inline vec load(const float* p) {
 inline vec load(const bf16* p) {
     hvec h;
     memcpy(&h, p, sizeof h);
-    return (vec)(__builtin_convertvector(h, uvec) << 16);
+    return (vec)(widened(h) << 16);
 }
 
 inline void store(float* p, vec v) { memcpy(p, &v, sizeof v); }
@@ -93,7 +104,7 @@ inline void store(bf16* p, vec v) {
     memcpy(p, &h, sizeof h);
 }
 
-inline uvec nearest_bf16(vec v) { return __builtin_convertvector(to_bf16(v), uvec); }
+inline uvec nearest_bf16(vec v) { return widened(to_bf16(v)); }
 #else
 // The bits of the nearest bf16 in the lower half of each lane: ties to even as in torch, NaN stays NaN.
 inline uvec nearest_bf16(vec v) {
@@ -143,6 +154,14 @@ inline vec rounded(vec v) {
     return sizeof(T) == sizeof(float) ? v : (vec)(nearest_bf16(v) << 16);
 }
 
+// Both as they would be stored.
+inline void round_both(vec& a, vec& b, float) {}
+inline void round_both(vec& a, vec& b, bf16) {
+    const uvec both = rounded_pairs(a, b);
+    a = (vec)(both << 16);
+    b = (vec)(both & 0xffff0000);
+}
+
 inline vec fill(float x) { return x - vec{}; }  // not 0 + x, which is work: it makes 0 of -0
 
 // a * b + c, rounded once where the instruction set can: written out, as compilers fuse it in one place and not in another.
@@ -180,7 +199,15 @@ inline vec select(ivec condition, vec yes, vec no) {
     return (vec)((condition & (ivec)yes) | (~condition & (ivec)no));
 }
 
-inline vec maximum(vec a, vec b) { return a > b ? a : b; }
+inline vec maximum(vec a, vec b) {
+#if defined(__AVX512F__)
+    vec larger;  // (GCC compares and selects.)
+    asm("vmaxps %2, %1, %0" : "=v"(larger) : "v"(a), "v"(b));
+    return larger;
+#else
+    return a > b ? a : b;
+#endif
+}
 
 // Lane l: lane lanes[l] of a, and from W on of b.
 template <int... lanes>
