@@ -19,7 +19,7 @@ from .attention.kv_blocks import KVBlocks, write_rows
 from .experts import Experts, QuantizedExperts, native_mix_experts, route
 from .linear.dense import PackedLinear
 from .linear.int8 import native_rows_int8
-from .linear.quantized import QuantizedEmbedding, QuantizedLinear, quantized_linear
+from .linear.quantized import QuantizedEmbedding, QuantizedLinear, fused_swiglu, quantized_linear
 from .linear.table import DENSE, SWIGLU_TABLE, Product, products
 from .native import NativeKernels, resolve_kernels
 from .pointwise import RMSNorm, add, add_rms_norm, norm_rotate, rms_norm, rotary, rotate, swiglu
@@ -51,7 +51,9 @@ class KernelSet:
         self.native, self.triton = native, triton
         dtypes = (torch.float32, torch.bfloat16)
         self._dense = {} if native is None else {dtype: products(DENSE, dtype, native.isa) for dtype in dtypes}
-        self._swiglu = {} if native is None else {dtype: SWIGLU_TABLE.get((dtype, native.isa), ()) for dtype in dtypes}
+        self._swiglu = {}
+        if native is not None:
+            self._swiglu = {dtype: SWIGLU_TABLE.get((DENSE, dtype, native.isa), ()) for dtype in dtypes}
 
     @classmethod
     def resolve(cls, kernels: str, device: torch.device, dtype: torch.dtype) -> KernelSet:
@@ -81,10 +83,14 @@ class KernelSet:
 
     def linear_swiglu(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """`swiglu(linear(module, x))`, of a layer that makes gates and values."""
-        kernel = _kernel_for(module, x, self._swiglu) if is_plain(module, PackedLinear.forward) else None
-        if kernel is None or module._parameters["bias"] is not None:
-            return self._gate(self.linear(module, x))
-        return kernel(self.native, x, module._parameters["weight"], None)  # type: ignore[arg-type]
+        fused = None
+        if self.native is not None and module._parameters.get("bias") is None:
+            if is_plain(module, PackedLinear.forward):
+                if (kernel := _kernel_for(module, x, self._swiglu)) is not None:
+                    fused = kernel(self.native, x, module._parameters["weight"], None)
+            elif is_plain(module, QuantizedLinear.forward):
+                fused = fused_swiglu(self.native, x, module.weights)  # type: ignore[arg-type]
+        return self._gate(self.linear(module, x)) if fused is None else fused
 
     def route(
         self, logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, normalize: bool, scale: float

@@ -17,7 +17,7 @@ from lfm2_cb.adapters.projections import base_weight, projections_of
 from lfm2_cb.engine import sharing
 from lfm2_cb.ops.kernel_set import KernelSet
 from lfm2_cb.ops.linear.dense import PackedLinear
-from lfm2_cb.ops.linear.table import SWIGLU_TABLE
+from lfm2_cb.ops.linear.table import DENSE, SWIGLU_TABLE
 from lfm2_cb.ops.native.library import load
 from lfm2_cb.ops.pointwise import swiglu
 from lfm2_cb.scheduling.cache_manager import CacheManager
@@ -252,7 +252,9 @@ def test_gates_and_values_that_adapters_change_are_stored(monkeypatch):
     changed, other = (PackedLinear(8, 6, bias=False).requires_grad_(False) for _ in range(2))
     native = load()
     monkeypatch.setitem(
-        SWIGLU_TABLE, (torch.float32, native.isa), ((inf, lambda native, x, weight, bias: swiglu(x @ weight.T)),)
+        SWIGLU_TABLE,
+        (DENSE, torch.float32, native.isa),
+        ((inf, lambda native, x, weight, bias: swiglu(x @ weight.T)),),
     )
     kernels = AdaptedKernels(KernelSet(native), {changed: None}, {}, None, None)
     monkeypatch.setattr(AdaptedKernels, "linear", lambda self, module, x: 2 * module(x))

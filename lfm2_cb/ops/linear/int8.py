@@ -108,29 +108,44 @@ def matrix_linear_int8(
     return _call("amx_linear_int8", native, x, weights, bias)
 
 
+def matrix_swiglu_int8(
+    native: NativeKernels, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`swiglu(matrix_linear_int8(x, weights))`, to the bit: gates and values are not stored.
+
+    Args: as there; the first half of the outputs, a multiple of `PANEL`, are gates. bias: none.
+    Returns: `[..., out / 2]`.
+    """
+    x, out = x.contiguous(), empty((*x.shape[:-1], len(weights.scale) // 2), x.dtype)
+    native.call("amx_swiglu_int8", x, *_weights_for(x, weights), *_scratch_for(x, weights), out, *_sizes(x, weights))
+    return out
+
+
 def _call(
     name: str, native: NativeKernels, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    out_features, in_features = len(weights.scale), x.shape[-1]
-    rows, groups, padded = x.numel() // in_features, weights.sums.shape[1], weights.values.shape[1] * 4
-    in_tiles = -(-rows // 32) * 32
-    out = empty((*x.shape[:-1], out_features), x.dtype)
-    native.call(
-        name,
-        x.contiguous(),
-        int(x.dtype == torch.bfloat16),
-        weights.values,
-        weights.sums,
-        weights.scale.to(x.dtype),  # which no scale loses anything by
-        None if bias is None else bias.to(x.dtype),
-        empty((in_tiles * padded,), torch.uint8),
-        torch.empty(in_tiles * groups, dtype=torch.float32),
-        out,
-        rows,
-        in_features,
-        out_features,
-    )
+    x, out = x.contiguous(), empty((*x.shape[:-1], len(weights.scale)), x.dtype)
+    bias = None if bias is None else bias.to(x.dtype)
+    native.call(name, x, *_weights_for(x, weights), bias, *_scratch_for(x, weights), out, *_sizes(x, weights))
     return out
+
+
+def _weights_for(x: torch.Tensor, weights: Int8Weights) -> tuple[int | torch.Tensor, ...]:
+    """Whether x is in bf16, and the weights, as the kernels take them."""
+    scale = weights.scale.to(x.dtype)  # which no scale loses anything by
+    return int(x.dtype == torch.bfloat16), weights.values, weights.sums, scale
+
+
+def _scratch_for(x: torch.Tensor, weights: Int8Weights) -> tuple[torch.Tensor, torch.Tensor]:
+    """For x in 8 bits, and its scales."""
+    in_tiles = -(-x.numel() // x.shape[-1] // 32) * 32
+    padded, groups = weights.values.shape[1] * 4, weights.sums.shape[1]
+    return empty((in_tiles * padded,), torch.uint8), torch.empty(in_tiles * groups, dtype=torch.float32)
+
+
+def _sizes(x: torch.Tensor, weights: Int8Weights) -> tuple[int, int, int]:
+    """Rows, inputs, outputs."""
+    return x.numel() // x.shape[-1], x.shape[-1], len(weights.scale)
 
 
 def native_rows_int8(native: NativeKernels, weights: Int8Weights, indices: torch.Tensor, out: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from ..native import NativeKernels, resolve_kernels
 from .int4 import Int4Weights
 from .int8 import PANEL, Int8Weights, quantize_inputs
-from .table import INT4, INT8, product
+from .table import INT4, INT8, product, swiglu_product
 
 #: output features that the torch reference dequantises at once, so that they stay in the processor's cache
 OUTPUT_CHUNK = 512
@@ -52,9 +52,27 @@ def quantized_linear(
 ) -> torch.Tensor:
     """By the native kernels for any number of rows, so that no row depends on how many there are; by the torch
     reference without them, and for gradients."""
-    if native is None or x.numel() == 0 or (torch.is_grad_enabled() and x.requires_grad):
+    if native is None or not _can_run(x):
         return reference_linear(x, weights, bias)
     return native_linear(native, x, weights, bias)
+
+
+def fused_swiglu(native: NativeKernels, x: torch.Tensor, weights: Weights) -> torch.Tensor | None:
+    """`swiglu(quantized_linear(x, weights))`, to the bit, by a kernel that does not store gates and values.
+
+    None: there is none for these.
+
+    Args: x `[rows, in]`. Returns: `[rows, out / 2]`.
+    """
+    if not isinstance(weights, Int8Weights) or len(weights.scale) % (2 * PANEL) or not _can_run(x):
+        return None
+    kernel = swiglu_product(INT8, x.dtype, native.isa, len(x))
+    return None if kernel is None else kernel(native, x, weights, None)
+
+
+def _can_run(x: torch.Tensor) -> bool:
+    """Whether kernels can: there is something to compute, and nobody wants gradients."""
+    return x.numel() > 0 and not (torch.is_grad_enabled() and x.requires_grad)
 
 
 class _Quantized(nn.Module):

@@ -15,7 +15,7 @@ import torch
 from ..native import NativeKernels
 from .dense import few_rows_linear, has_bf16_units, many_rows_linear, matrix_linear, matrix_swiglu, torch_linear
 from .int4 import native_linear_int4
-from .int8 import matrix_linear_int8, native_linear_int8
+from .int8 import matrix_linear_int8, matrix_swiglu_int8, native_linear_int8
 
 #: (native kernels, x `[rows, in]`, weights, bias or None) → `[rows, out]`; weights are a matrix, or a quantised one
 Product = Callable[[NativeKernels, torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
@@ -55,10 +55,12 @@ TABLE: dict[tuple[str, torch.dtype, str], ByRows] = {
     (INT4, torch.bfloat16, ANY_ISA): ((inf, native_linear_int4),),
 }
 
-#: of dense weights of gates and values: kernels that give `swiglu` of the product, which is not stored; None: there is
-#: none for so few rows
-SWIGLU_TABLE: dict[tuple[torch.dtype, str], Sequence[tuple[float, Product | None]]] = {
-    (torch.bfloat16, "amx"): ((6, None), (inf, matrix_swiglu)),
+#: of weights of gates and values: kernels that give `swiglu` of the product, which is not stored; None: there is none
+#: for so few rows
+SWIGLU_TABLE: dict[tuple[str, torch.dtype, str], Sequence[tuple[float, Product | None]]] = {
+    (DENSE, torch.bfloat16, "amx"): ((6, None), (inf, matrix_swiglu)),
+    (INT8, torch.float32, "amx"): ((8, None), (inf, matrix_swiglu_int8)),
+    (INT8, torch.bfloat16, "amx"): ((8, None), (inf, matrix_swiglu_int8)),
 }
 
 
@@ -73,3 +75,9 @@ def product(weights_format: str, dtype: torch.dtype, isa: str, rows: int) -> Pro
         if rows <= most:
             return kernel
     raise KeyError((weights_format, dtype))
+
+
+def swiglu_product(weights_format: str, dtype: torch.dtype, isa: str, rows: int) -> Product | None:
+    """The one of `SWIGLU_TABLE` for so many rows; None: there is none."""
+    by_rows = SWIGLU_TABLE.get((weights_format, dtype, isa), ())
+    return next((kernel for most, kernel in by_rows if rows <= most), None)

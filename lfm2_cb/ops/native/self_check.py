@@ -50,7 +50,16 @@ def addition_is_right(kernels: NativeKernels) -> bool:
         kernels.call(name, x, weight, out, rows, inner, width)
         if not ((out - exact).abs() <= 2**-8 * (exact.abs() + gate.abs() + up.abs())).all():
             return False
-    return torch.equal(linear_int8(kernels, "amx_linear_int8"), linear_int8(kernels))
+    if not torch.equal(linear_int8(kernels, "amx_linear_int8"), linear_int8(kernels)):
+        return False
+    width = 8 * panels
+    scale = torch.rand(2 * width, generator=generator).to(x.dtype)
+    apart, expected, out = (x.new_full((rows, size), torch.nan) for size in (2 * width, width, width))
+    scratch = torch.empty(64 * padded, dtype=torch.uint8), torch.empty(64 * groups, dtype=torch.float32)
+    kernels.call("amx_linear_int8", x, 1, values, sums, scale, None, *scratch, apart, rows, inner, 2 * width)
+    kernels.call("swiglu", apart, expected, rows, width, 1)
+    kernels.call("amx_swiglu_int8", x, 1, values, sums, scale, *scratch, out, rows, inner, 2 * width)
+    return torch.equal(out, expected)
 
 
 def attention_is_right(kernels: NativeKernels) -> bool:

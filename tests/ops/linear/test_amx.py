@@ -25,7 +25,7 @@ from lfm2_cb.ops.linear.dense import (
     packed_matrix_linear,
     packed_matrix_swiglu,
 )
-from lfm2_cb.ops.linear.int8 import Int8Weights, matrix_linear_int8, native_linear_int8
+from lfm2_cb.ops.linear.int8 import Int8Weights, matrix_linear_int8, matrix_swiglu_int8, native_linear_int8
 from lfm2_cb.ops.linear.quantized import QuantizedLinear
 from lfm2_cb.ops.linear.table import DENSE, products
 from lfm2_cb.ops.native import NativeKernels, build
@@ -213,6 +213,21 @@ def test_int8_is_the_other_kernels_to_the_bit(seed, kernels):
     assert torch.equal(matrix_linear_int8(kernels, *case.args), native_linear_int8(kernels, *case.args))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_int8_gates_and_values_are_as_if_they_were_stored(seed, kernels):
+    """By other kernels, for few rows too; of inputs in one group, in several, and in more than are held at once."""
+    torch.set_num_threads(1 + seed % 3)
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    rows, width = rng.choice(ROWS), rng.choice([*WIDTHS, 576, 1100, 1600, 4608])
+    weights = Int8Weights.quantize(torch.randn(rng.choice([32, 64, 96, 256]), width, generator=generator))
+    x = torch.randn(rows, width, generator=generator) * 10 ** rng.uniform(-3, 1)
+    x[rng.randrange(rows), rng.randrange(width)] = rng.choice([0.0, 1e4, float("nan")])
+    x = x.to(rng.choice([torch.float32, torch.bfloat16]))
+    out = matrix_swiglu_int8(kernels, x, weights)
+    apart = pointwise.swiglu(native_linear_int8(kernels, x, weights), kernels)
+    assert out.dtype == x.dtype and torch.equal(out.nan_to_num(7.0), apart.nan_to_num(7.0))
+
+
 def test_the_largest_values_do_not_overflow(kernels):
     for sign in (1, -1):
         weights = Int8Weights.quantize(torch.full((3, 4608), float(sign)))
@@ -349,6 +364,24 @@ def test_gates_and_values_are_not_stored_for_many_rows(amx, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_gates_and_values_are_not_stored_for_many_rows(amx, dtype):
+    kernels = KernelSet(amx)
+
+    def called(outputs, rows, bias=False, needs_gradients=False):
+        layer = QuantizedLinear(70, outputs, bias=bias, bits=8)
+        layer.put(layer.quantize(torch.randn(outputs, 70)))
+        amx.called.clear()
+        kernels.linear_swiglu(layer, torch.randn(rows, 70).to(dtype).requires_grad_(needs_gradients))
+        return amx.called
+
+    assert called(64, 9) == called(64, 300) == ["amx_swiglu_int8"]
+    assert called(64, 8) == ["linear_int8", "swiglu"]
+    assert called(48, 40) == ["amx_linear_int8", "swiglu"]  # gates end within a panel
+    assert called(64, 40, bias=True) == ["amx_linear_int8", "swiglu"]
+    assert called(64, 40, needs_gradients=True) == ["swiglu"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_quantised_layer_takes_the_units_for_many_rows(amx, dtype):
     layer, kernels = QuantizedLinear(70, 33, bias=False, bits=8), KernelSet(amx)
     layer.put(layer.quantize(torch.randn(33, 70)))
@@ -394,7 +427,8 @@ def test_wrong_results_go_back_to_the_next_instruction_set_with_one_warning(monk
 
 def test_the_check_sees_what_is_wrong(monkeypatch):
     assert addition_is_right(AsAmx())
-    for kernel, out in (("amx_in_place_linear_bf16", 3), ("amx_packed_linear_bf16", 3), ("amx_linear_int8", 8)):
+    outputs = {"amx_in_place_linear_bf16": 3, "amx_packed_linear_bf16": 3, "amx_linear_int8": 8, "amx_swiglu_int8": 7}
+    for kernel, out in outputs.items():
 
         class Wrong(AsAmx):
             def call(self, name, *args, kernel=kernel, out=out):

@@ -78,12 +78,21 @@ struct SwiGLU {
     }
 };
 
+// Whether an epilogue takes gates and values together: the weights are then those of all gates and, behind them, of
+// all values.
+template <class Epilogue, class = void>
+constexpr bool TAKES_GATES = false;
+template <class Epilogue>
+constexpr bool TAKES_GATES<Epilogue, std::void_t<decltype(Epilogue::takes_gates)>> = true;
+
 // out [rows][outputs] = sums * scales + bias: a scale for each output.
 template <class T>
 struct ScaleAndAddBias {
     T* out;
     const T *scales, *bias;  // bias may be null
     int64_t outputs;
+
+    void prefetch(int64_t row, int64_t output) const { __builtin_prefetch(out + row * outputs + output, 1); }
 
     struct Finish {
         const float* sums;
@@ -101,6 +110,30 @@ struct ScaleAndAddBias {
     void operator()(int64_t row, int64_t output, const float* sums, int64_t count) const {
         store_finished(out + row * outputs + output, count,
                        Finish{sums, scales + output, bias ? bias + output : nullptr});
+    }
+};
+
+// out [rows][outputs] = silu(gate) * value, where both are sums * scales, rounded as if they were stored: so it makes
+// no difference whether they are.
+template <class T>
+struct ScaleAndSwiGLU {
+    static constexpr bool takes_gates = true;
+    static constexpr int TOGETHER = 16;  // gates, and as many values behind them
+
+    T* out;
+    const T* scales;  // of the gates and, behind them, of the values
+    int64_t outputs;
+
+    void prefetch(int64_t row, int64_t output) const { __builtin_prefetch(out + row * outputs + output, 1); }
+
+    static vec scaled(const float* sums, const T* scales) { return multiply_add(load(sums), load(scales), vec{}); }
+    void operator()(int64_t row, int64_t output, const float* sums, int64_t) const {
+        for (int o = 0; o < TOGETHER; o += W) {
+            vec gate = scaled(sums + o, scales + output + o);
+            vec value = scaled(sums + TOGETHER + o, scales + outputs + output + o);
+            round_both(gate, value, T());
+            store(out + row * outputs + output + o, silu(gate, T()) * value);
+        }
     }
 };
 

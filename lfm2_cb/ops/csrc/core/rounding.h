@@ -57,8 +57,9 @@ inline uvec whole(vec x, vec inverse, int32_t zero) {
 inline void round_bytes(const bf16* x, vec inverse, int32_t zero, void* to) {
     uvec pairs;
     memcpy(&pairs, x, sizeof pairs);
-    const uvec lower = whole((vec)(pairs << 16), inverse, zero), upper = whole((vec)(pairs & 0xffff0000), inverse, zero);
-    const hvec bytes = __builtin_convertvector((lower & 0xff) | (upper & 0xff) << 8, hvec);
+    const uvec lower = whole((vec)(pairs << 16), inverse, zero) & 0xff;
+    const uvec upper = whole((vec)(pairs & 0xffff0000), inverse, zero) & 0xff;
+    const hvec bytes = __builtin_convertvector(lower | upper << 8, hvec);
     memcpy(to, &bytes, sizeof bytes);
 }
 inline void round_bytes(const float* x, vec inverse, int32_t zero, void* to) {

@@ -13,6 +13,8 @@ struct Scale {
     int64_t from;  // the first scale's output
     Collect next;
 
+    void prefetch(int64_t, int64_t) const {}
+
     void operator()(int64_t row, int64_t output, const float* products, int64_t count) const {
         float scaled[2 * int8::PANEL];
         for (int64_t o = 0; o < count; o++) scaled[o] = products[o] * scales[output - from + o];

@@ -59,13 +59,6 @@ struct Matrix {
     }
 };
 
-// Whether an epilogue takes gates and values together: the weights are then those of all gates and, behind them, of all
-// values.
-template <class Epilogue, class = void>
-constexpr bool TAKES_GATES = false;
-template <class Epilogue>
-constexpr bool TAKES_GATES<Epilogue, std::void_t<decltype(Epilogue::takes_gates)>> = true;
-
 // What is multiplied, by panels of two tiles of outputs, and what becomes of it. The second tile holds the outputs that
 // follow the first one's or, with gates, their values.
 template <class Epilogue>

@@ -3,9 +3,9 @@
 //
 // Inputs are rounded into tiles of 16 rows and 64 inputs; 16 fours of inputs of a panel's weights lie as a tile reads
 // them. A thread takes a block of panels, which the second-level cache holds, while the inputs pass by in groups of 32
-// rows, whose first steps stay in the first-level cache; the next block is asked for meanwhile. Sums of a group of inputs
-// are taken while the next group is multiplied. Behind the last row lies what makes the tile whole; it is computed with
-// and not stored.
+// rows, CHUNK groups of inputs at a time, which stay in the first-level cache; the next block is asked for meanwhile.
+// A group's products are added to those before, row by row, while the next group is multiplied. Behind the last row
+// lies what makes the tile whole; it is computed with and not stored.
 #pragma once
 
 #include "arch/tiles.h"
@@ -18,19 +18,12 @@ static_assert(PANEL == TILE_ROWS && FOUR == LINE && GROUP % LINE == 0, "a tile h
 
 constexpr int64_t ROWS = 2 * TILE_ROWS, OUTPUTS = 2 * PANEL;  // that are multiplied together
 constexpr int64_t PAIR = 2 * TILE_BYTES;                      // two tiles of inputs: a step of a group of rows
-constexpr int64_t KEPT = 16;  // steps of inputs that stay in the first-level cache
+constexpr int64_t CHUNK = 2;                                  // groups of inputs that stay in the first-level cache
 
 // Bytes of a block of weights. (Measured on one core of a Xeon with AMX and 2 MB of second-level cache, linears of a 350M
 // model, ms with 128 KB, 256 KB, 512 KB and 1 MB: 128 rows 68, 74, 77, -; 256 rows 122, 114, 121, -; 512 rows, without the
 // head, -, 185, 166, 168; 2,048 rows -, 801, 629, 603.)
 inline int64_t block_bytes(int64_t rows) { return min(max(rows, 128), 1024) << 10; }
-
-// What one pair of panels is multiplied with: of the inputs' tiles and scales [groups][ROWS] those of 32 rows.
-struct Rows {
-    const char* inputs;
-    const float* scales;
-    int64_t first, count;
-};
 
 // A group of the row `from` into tiles. The last row sets the scales of what makes the tiles whole.
 template <class Product, class Row>
@@ -45,94 +38,187 @@ void lay_out(const Product& p, const Row* from, int64_t row, int64_t group) {
         memcpy(to + (group * GROUP + k) / LINE * PAIR, rounded + k, LINE);
 }
 
-// Tiles 0 ... 3: the products of TILES tiles of rows and two panels over a group of inputs.
-template <int TILES>
-inline void multiply(Tiles& tiles, const char* x, const char* first, const char* second, Range steps,
-                     Prefetcher& weights, Prefetcher& inputs) {
-    tiles.zero<0>();
-    tiles.zero<1>();
-    tiles.zero<2>();
-    tiles.zero<3>();
-    for (int64_t s = steps.begin; s < steps.end; s++) {
-        s < KEPT ? tiles.load<4>(x + s * PAIR, LINE) : tiles.stream<4>(x + s * PAIR, LINE);
-        tiles.stream<6>(first + s * TILE_BYTES, LINE);
-        tiles.multiply_bytes<0, 4, 6>();
-        weights.step();
-        tiles.stream<7>(second + s * TILE_BYTES, LINE);
-        tiles.multiply_bytes<1, 4, 7>();
-        inputs.step();
-        if constexpr (TILES == 2) {
-            s < KEPT ? tiles.load<5>(x + s * PAIR + TILE_BYTES, LINE) : tiles.stream<5>(x + s * PAIR + TILE_BYTES, LINE);
-            tiles.multiply_bytes<2, 5, 6>();
-            tiles.multiply_bytes<3, 5, 7>();
-        }
-    }
-}
-
-template <int TILES>
-inline void store_products(const Tiles& tiles, int32_t (*to)[OUTPUTS]) {
-    tiles.store<0>(to[0], sizeof to[0]);
-    tiles.store<1>(to[0] + PANEL, sizeof to[0]);
-    if constexpr (TILES == 2) {
-        tiles.store<2>(to[TILE_ROWS], sizeof to[0]);
-        tiles.store<3>(to[TILE_ROWS] + PANEL, sizeof to[0]);
-    }
-}
-
-// totals += products * the scale of each row; `first`: from 0 on.
-inline void add_group(const int32_t (*products)[OUTPUTS], const float* scales, int64_t rows, bool first,
-                      float (*totals)[OUTPUTS]) {
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t o = 0; o < OUTPUTS; o += W) {
-            ivec product;
-            memcpy(&product, products[r] + o, sizeof product);
-            const vec before = first ? vec{} : load(totals[r] + o);
-            store(totals[r] + o, add_scaled(before, product, scales[r]));
-        }
-}
-
-template <int TILES, class Product>
-void compute_pair(Tiles& tiles, const Product& p, const Rows& rows, int64_t panel, Prefetcher& weights,
-                  Prefetcher& inputs) {
-    const int64_t padded = p.padded(), groups = p.groups(), steps = padded / LINE;
-    const char* first = (const char*)p.weights + panel * PANEL * padded;
-    const char* second = panel + 1 < p.panels() ? first + PANEL * padded : first;
-    alignas(64) int32_t products[2][ROWS][OUTPUTS];  // by turns
-    alignas(64) float totals[ROWS][OUTPUTS];
-    for (int64_t g = 0; g < groups; g++) {
-        const int64_t step = g * (GROUP / LINE);
-        multiply<TILES>(tiles, rows.inputs, first, second, {step, min(step + GROUP / LINE, steps)}, weights, inputs);
-        store_products<TILES>(tiles, products[g % 2]);
-        if (g > 0) add_group(products[(g - 1) % 2], rows.scales + (g - 1) * ROWS, TILES * TILE_ROWS, g == 1, totals);
-    }
-    const int64_t last = groups - 1, output = panel * PANEL;
-    add_group(products[last % 2], rows.scales + last * ROWS, TILES * TILE_ROWS, last == 0, totals);
-    for (int64_t r = 0; r < rows.count; r++)
-        p.epilogue(rows.first + r, output, totals[r], min(OUTPUTS, p.outputs - output));
-}
-
-// Pairs of panels by groups of 32 rows.
+// Two panels of weights that are multiplied together: neighbours or, with gates, these and their values.
 template <class Product>
-void compute(const Product& p, Range row_groups, Range pairs) {
-    const int64_t padded = p.padded(), bytes = 2 * PANEL * padded, block = max(1, block_bytes(p.rows) / bytes);
-    const int64_t weights_bytes = p.panels() * PANEL * padded;
-    const char* weights = (const char*)p.weights;
-    Tiles tiles;
-    for (int64_t begin = pairs.begin; begin < pairs.end; begin += block) {
-        const int64_t end = min(begin + block, pairs.end), steps = (end - begin) * (padded / LINE);
-        const char* next_begin = weights + end * bytes;
-        const char* next_end = weights + min(min(end + block, pairs.end) * bytes, weights_bytes);
-        Prefetcher next = Prefetcher::over(next_begin, next_end, row_groups.size() * steps);
-        for (int64_t g = row_groups.begin; g < row_groups.end; g++) {
-            const char* inputs = (const char*)p.inputs + g * ROWS * padded;
-            const Rows rows = {inputs, p.input_scales + g * p.groups() * ROWS, g * ROWS, min(ROWS, p.rows - g * ROWS)};
-            const int64_t asked = g + 1 < row_groups.end ? ROWS * padded : 0;
-            Prefetcher next_inputs = Prefetcher::over(inputs + ROWS * padded, inputs + ROWS * padded + asked, steps);
-            for (int64_t pair = begin; pair < end; pair++)
-                rows.count > TILE_ROWS ? compute_pair<2>(tiles, p, rows, 2 * pair, next, next_inputs)
-                                       : compute_pair<1>(tiles, p, rows, 2 * pair, next, next_inputs);
+struct Pairs {
+    static constexpr bool GATED = TAKES_GATES<typename Product::Epilogue>;
+    static constexpr int64_t RESULTS = GATED ? PANEL : OUTPUTS;  // of a pair
+    const Product& p;
+
+    int64_t count() const { return GATED ? p.panels() / 2 : ceil_div(p.panels(), 2); }
+    int64_t bytes() const { return PANEL * p.padded(); }  // of a panel
+    int64_t results_from(int64_t pair) const { return (GATED ? p.outputs / 2 : p.outputs) - pair * RESULTS; }
+    const char* first(int64_t pair) const { return (const char*)p.weights + pair * (GATED ? 1 : 2) * bytes(); }
+    // (A last panel without a neighbour is multiplied twice.)
+    const char* second(int64_t pair) const {
+        return first(pair) + (GATED ? count() : 2 * pair + 1 < p.panels() ? 1 : 0) * bytes();
+    }
+    // Asks for some of them, in so many steps.
+    Prefetcher prefetcher(Range pairs, int64_t steps) const {
+        if (pairs.size() == 0) return {};
+        const char* from = first(pairs.begin);
+        if (GATED) return Prefetcher::over(from, pairs.size() * bytes(), count() * bytes(), 2, steps);
+        return Prefetcher::over(from, second(pairs.end - 1) + bytes(), steps);
+    }
+};
+
+// A group of rows by a pair of panels over a group of inputs.
+template <class Product>
+struct Part {
+    const Product* p;
+    int64_t row, rows, pair, group;
+    float (*totals)[OUTPUTS];  // [ROWS], of the groups before
+
+    int64_t first_step() const { return group * (GROUP / LINE); }
+    int64_t steps() const { return p->group_size(group) / LINE; }
+    bool is_last() const { return group + 1 == p->groups(); }
+    const float* scales() const { return p->input_scales + (row / ROWS * p->groups() + group) * ROWS; }
+    const char* inputs() const { return (const char*)p->inputs + row * p->padded() + first_step() * PAIR; }
+
+    // The products of some rows are added to the totals; the last group's make results of them.
+    void add(const int32_t (*products)[OUTPUTS], Range range) const {
+        if (group == 0)
+            is_last() ? add<true, true>(products, range) : add<true, false>(products, range);
+        else
+            is_last() ? add<false, true>(products, range) : add<false, false>(products, range);
+    }
+    template <bool IS_FIRST, bool IS_LAST>
+    void add(const int32_t (*products)[OUTPUTS], Range range) const {
+        constexpr int64_t RESULTS = Pairs<Product>::RESULTS;
+        const float* of_rows = scales();
+        const int64_t results = Pairs<Product>{*p}.results_from(pair);
+        const auto epilogue = p->epilogue;
+        for (int64_t r = range.begin; r < range.end; r++) {
+            alignas(64) float sums[OUTPUTS];
+            float* to = IS_LAST ? sums : totals[r];
+            for (int64_t o = 0; o < OUTPUTS; o += W) {
+                ivec product;
+                memcpy(&product, products[r] + o, sizeof product);
+                store(to + o, add_scaled(IS_FIRST ? vec{} : load(totals[r] + o), product, of_rows[r]));
+            }
+            if (!IS_LAST) continue;
+            if (results >= RESULTS)  // told apart, so that the usual number is a constant
+                epilogue(row + r, pair * RESULTS, sums, RESULTS);
+            else
+                epilogue(row + r, pair * RESULTS, sums, results);
         }
     }
+};
+
+// A part's products, which are added some rows a step.
+template <class Product>
+struct Pending {
+    alignas(64) int32_t products[ROWS][OUTPUTS];
+    Part<Product> part = {};
+    int64_t next = 0, rows_a_step = 0;
+
+    void begin(const Part<Product>& of, int64_t steps) {
+        part = of;
+        next = 0;
+        rows_a_step = ceil_div(part.rows, steps);
+    }
+    void step() {
+        if (next < part.rows) add(min(next + rows_a_step, part.rows));
+    }
+    void finish() {
+        if (next < part.rows) add(part.rows);
+    }
+    void add(int64_t end) {
+        part.add(products, {next, end});
+        next = end;
+    }
+};
+
+// Multiplies by tiles and meanwhile adds by vectors, which are units of their own.
+template <class Product>
+class Multiplier {
+  public:
+    explicit Multiplier(const Product& p) : pairs{p} {}
+
+    void multiply(const Part<Product>& part, Prefetcher& weights, Prefetcher& inputs) {
+        part.rows > TILE_ROWS ? multiply<2>(part, weights, inputs) : multiply<1>(part, weights, inputs);
+    }
+    void finish() {
+        for (auto& some : pending) some.finish();
+    }
+
+  private:
+    const Pairs<Product> pairs;
+    Tiles tiles;
+    // Gates keep vectors busy for longer than tiles need for a group, so these have a place of their own and the time
+    // of a chunk. (One core of a Xeon with AMX, 2,048 rows of 1,024 inputs and 9,216 outputs, ms: 16.5, with one place
+    // 17.2; without gates 15.0, with two 16.8.)
+    Pending<Product> pending[1 + Pairs<Product>::GATED];
+
+    // Tiles 0 ... 3: the products of TILES tiles of rows and two panels.
+    template <int TILES>
+    void multiply(const Part<Product>& part, Prefetcher& weights, Prefetcher& inputs) {
+        const int64_t steps = part.steps(), begin = part.first_step() * TILE_BYTES;
+        const char* x = part.inputs();
+        const char *first = pairs.first(part.pair) + begin, *second = pairs.second(part.pair) + begin;
+        const int64_t lines_a_step = part.is_last() ? ceil_div(part.rows, steps) : 0;
+        int64_t line = 0;
+        tiles.zero<0>();
+        tiles.zero<1>();
+        tiles.zero<2>();
+        tiles.zero<3>();
+        for (int64_t s = 0; s < steps; s++) {
+            tiles.load<4>(x + s * PAIR, LINE);
+            tiles.stream<6>(first + s * TILE_BYTES, LINE);
+            tiles.multiply_bytes<0, 4, 6>();
+            weights.step();
+            tiles.stream<7>(second + s * TILE_BYTES, LINE);
+            tiles.multiply_bytes<1, 4, 7>();
+            inputs.step();
+            if constexpr (TILES == 2) {
+                tiles.load<5>(x + s * PAIR + TILE_BYTES, LINE);
+                tiles.multiply_bytes<2, 5, 6>();
+                tiles.multiply_bytes<3, 5, 7>();
+            }
+            for (const int64_t end = min(line + lines_a_step, part.rows); line < end; line++)
+                pairs.p.epilogue.prefetch(part.row + line, part.pair * pairs.RESULTS);
+            for (auto& some : pending) some.step();
+        }
+        Pending<Product>& to = pending[pairs.GATED && part.is_last()];
+        pending[0].finish();
+        to.finish();
+        const int64_t stride = sizeof to.products[0];
+        tiles.store<0>(to.products[0], stride);
+        tiles.store<1>(to.products[0] + PANEL, stride);
+        if constexpr (TILES == 2) {
+            tiles.store<2>(to.products[TILE_ROWS], stride);
+            tiles.store<3>(to.products[TILE_ROWS] + PANEL, stride);
+        }
+        const int64_t chunk = (part.group - part.group % CHUNK) * (GROUP / LINE);
+        to.begin(part, &to == pending ? steps : part.first_step() + steps - chunk);
+    }
+};
+
+// Some pairs of panels by groups of 32 rows.
+template <class Product>
+void compute(const Product& p, Range row_groups, Range range) {
+    typedef float Totals[ROWS][OUTPUTS];
+    const Pairs<Product> pairs = {p};
+    const int64_t groups = p.groups(), block = max(1, block_bytes(p.rows) / (2 * pairs.bytes()));
+    Totals* totals = (Totals*)aligned_alloc(LINE, max(2, block) * sizeof(Totals));
+    Multiplier<Product> multiplier(p);
+    for_each_tile(range, block, [&](int64_t begin, int64_t count) {
+        const int64_t end = begin + count, steps = count * (p.padded() / LINE);
+        const int64_t held = groups <= CHUNK ? 2 : max(2, count);  // totals: a pair's, and one's that is being finished
+        Prefetcher weights = pairs.prefetcher({end, min(end + count, range.end)}, row_groups.size() * steps);
+        for (int64_t g = row_groups.begin; g < row_groups.end; g++) {
+            const int64_t row = g * ROWS, rows = min(ROWS, p.rows - row);
+            const char* next = (const char*)p.inputs + (row + ROWS) * p.padded();
+            Prefetcher inputs = Prefetcher::over(next, next + (g + 1 < row_groups.end ? ROWS * p.padded() : 0), steps);
+            for (int64_t chunk = 0; chunk < groups; chunk += CHUNK)
+                for (int64_t i = 0; i < count; i++)
+                    for (int64_t group = chunk; group < min(chunk + CHUNK, groups); group++)
+                        multiplier.multiply({&p, row, rows, begin + i, group, totals[(g * count + i) % held]}, weights,
+                                            inputs);
+        }
+        multiplier.finish();
+    });
+    free(totals);
 }
 
 // All rows and some of the panels, which begin at an even one.
@@ -143,7 +229,7 @@ void multiply(const Product& p, Range panels) {
 
 template <class Product>
 void linear(const Product& p, int64_t threads) {
-    const int64_t pairs = ceil_div(p.panels(), 2), row_groups = ceil_div(p.rows, ROWS);
+    const int64_t pairs = Pairs<Product>{p}.count(), row_groups = ceil_div(p.rows, ROWS);
     // Threads share the panels; where these are few, the rows as well.
     const int64_t row_parts = min(ceil_div(threads, pairs), row_groups), parts = ceil_div(threads, row_parts);
     p.round_all(threads, [&](int64_t row, int64_t group) { lay_out(p, p.x + row * p.width, row, group); });

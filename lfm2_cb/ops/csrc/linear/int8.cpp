@@ -7,8 +7,8 @@
 KERNEL(linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums, const void* scales,
                     const void* bias, void* inputs, float* input_scales, void* out, int64_t rows, int64_t width,
                     int64_t outputs, int64_t threads) {
-    int8::with_product(x, is_bf16, weights, sums, scales, bias, inputs, input_scales, out, rows, width, outputs,
-                 [=](const auto& product) { int8::vectors::linear(product, threads); });
+    int8::with_product<false>(x, is_bf16, weights, sums, scales, bias, inputs, input_scales, out, rows, width, outputs,
+                              [=](const auto& product) { int8::vectors::linear(product, threads); });
 }
 REPLAYABLE(linear_int8)
 

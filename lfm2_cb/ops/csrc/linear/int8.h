@@ -35,8 +35,10 @@ inline vec add_scaled(vec total, ivec products, float scale) {
 }
 
 // T: float or bf16.
-template <class T, class Epilogue>
+template <class T, class Finish>
 struct Product {
+    using Epilogue = Finish;
+
     const T* x;             // [rows][width]
     const int8_t* weights;  // [panels][padded / 4][PANEL][4]
     const int16_t* sums;    // [panels][groups][PANEL], of the weights
@@ -69,16 +71,21 @@ struct Product {
     }
 };
 
-// compute(a Product of what a kernel was called with).
-template <class Compute>
+// compute(a Product of what a kernel was called with): with `gated`, of gates and values.
+template <bool gated, class Compute>
 void with_product(const void* x, bool is_bf16, const int8_t* weights, const int16_t* sums, const void* scales,
                   const void* bias, void* inputs, float* input_scales, void* out, int64_t rows, int64_t width,
                   int64_t outputs, Compute compute) {
     auto start = [&](auto* typed) {
         using T = std::remove_pointer_t<decltype(typed)>;
-        const ScaleAndAddBias<T> epilogue = {(T*)out, (const T*)scales, (const T*)bias, outputs};
-        compute(Product<T, ScaleAndAddBias<T>>{(const T*)x, weights, sums, rows, width, outputs, inputs, input_scales,
-                                               epilogue});
+        auto with = [&](auto epilogue) {
+            compute(Product<T, decltype(epilogue)>{(const T*)x, weights, sums, rows, width, outputs, inputs,
+                                                   input_scales, epilogue});
+        };
+        if constexpr (gated)
+            with(ScaleAndSwiGLU<T>{(T*)out, (const T*)scales, outputs / 2});
+        else
+            with(ScaleAndAddBias<T>{(T*)out, (const T*)scales, (const T*)bias, outputs});
     };
     is_bf16 ? start((bf16*)nullptr) : start((float*)nullptr);
 }
