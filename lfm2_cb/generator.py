@@ -162,6 +162,10 @@ class ContinuousBatchingGenerator:
         self._num_submitted = itertools.count()
         for name, source in (adapters or {}).items():
             self.load_adapter(name, source)
+        self._log_what_runs()
+
+    def _log_what_runs(self) -> None:
+        """And that another dtype is faster here, where one is."""
         advice = f"; {default_dtype()} is faster here" if self.model.dtype == torch.float32 != default_dtype() else ""
         logger.info(f"lfm2_cb: {self.model.dtype} on {self.model.device}{advice}, cache {self.engine.plan}")
         by_torch = self.model.device.type == "cpu" and self.engine.runner.native is None  # ours are no slower in bf16
