@@ -10,7 +10,7 @@ from emulated_units import AsAmx, with_emulation
 from lfm2_cb.ops.experts import QuantizedExperts, mix_experts, native_mix_experts, route
 from lfm2_cb.ops.experts import native as experts_module
 from lfm2_cb.ops.experts.native import TABLE, scratch_bytes
-from lfm2_cb.ops.linear.table import DENSE
+from lfm2_cb.ops.linear.table import ANY_ISA, DENSE, INT4, INT8
 from lfm2_cb.ops.native import Arena, empty, lend
 from lfm2_cb.ops.native import library as native
 from lfm2_cb.ops.native.arena import LARGE
@@ -105,6 +105,27 @@ def test_every_row_to_one_expert_and_no_rows(kernels):
     assert none.shape == (0, case.x.shape[1])
 
 
+@EVERY_DTYPE
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_experts_with_as_many_rows_as_a_product_is_for_at_most(bits, dtype, kernels):
+    """And with one more: products lay their inputs out in ways of their own."""
+    weights_format = {None: DENSE, 8: INT8, 4: INT4}[bits]
+    for by in with_emulation(kernels):
+        _, thresholds = TABLE.get((weights_format, dtype, by.isa)) or TABLE[weights_format, dtype, ANY_ISA]
+        for rows in sorted({most + more for most in thresholds for more in (0, 1)}):
+            case = Case(9, dtype, rows=rows)
+            args = case.x, torch.zeros(rows, 1, dtype=torch.int64), torch.full((rows, 1), 0.5, dtype=dtype)
+            if bits:
+                experts = case.quantized(bits)
+                out, reference = experts.mix(*args, by), experts.mix(*args, None)
+            else:
+                stacks = [stack.double().unbind() for stack in case.stacks]
+                out = native_mix_experts(by, *args, *case.stacks)
+                reference = mix_experts(args[0].double(), args[1], args[2].double(), *stacks)
+            bound = 0.05 if dtype == torch.bfloat16 else 0.01 if bits else 1e-5
+            assert largest(out - reference) <= bound * largest(reference), rows
+
+
 def test_scratch_lies_in_the_arena(kernels):
     """Asked for by shape alone, so that steps that choose differently, and replays, have the same."""
     case, arena = Case(1, torch.float32, rows=300), Arena()
@@ -169,6 +190,13 @@ def test_routing(experts, top_k, normalize, scale, bias, dtype, kernels):
     assert selected.dtype == torch.int64 and weights.dtype == dtype
     assert torch.equal(selected, expected)
     torch.testing.assert_close(weights, expected_weights, rtol=1e-6 if dtype == torch.float32 else 0.01, atol=0)
+
+
+@EVERY_DTYPE
+def test_of_equal_scores_the_first_is_chosen(dtype, kernels):
+    logits = torch.randint(-2, 3, (300, 16)).to(dtype)
+    selected, _ = route(logits, None, 4, True, 1.0, kernels)
+    assert torch.equal(selected, logits.argsort(dim=-1, descending=True, stable=True)[:, :4])
 
 
 def test_a_nan_comes_out(kernels):
