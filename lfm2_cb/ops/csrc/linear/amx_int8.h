@@ -20,10 +20,12 @@ constexpr int64_t ROWS = 2 * TILE_ROWS, OUTPUTS = 2 * PANEL;  // that are multip
 constexpr int64_t PAIR = 2 * TILE_BYTES;                      // two tiles of inputs: a step of a group of rows
 constexpr int64_t CHUNK = 2;                                  // groups of inputs that stay in the first-level cache
 
-// Bytes of a block of weights. (Measured on one core of a Xeon with AMX and 2 MB of second-level cache, linears of a 350M
-// model, ms with 128 KB, 256 KB, 512 KB and 1 MB: 128 rows 68, 74, 77, -; 256 rows 122, 114, 121, -; 512 rows, without the
-// head, -, 185, 166, 168; 2,048 rows -, 801, 629, 603.)
-inline int64_t block_bytes(int64_t rows) { return min(max(rows, 128), 1024) << 10; }
+// Bytes of a block of weights. (Measured on one core of a Xeon with AMX and 2 MB of second-level cache, with 128 KB, 256
+// KB, 512 KB, 768 KB, 1 MB and 1.25 MB, ms: 4,608 inputs and 1,024 outputs 64 rows .27 .27 .31 .31 .36 .39, 128 rows .48
+// .48 .43 .51 .55 .58, 256 rows - 1.03 .95 .93 .95 1.02, 512 rows - 2.80 2.00 1.73 1.64 1.88; 1,024 inputs and 9,216
+// outputs with SwiGLU 64 rows .61 .59 .63 .66 .72 .77, 128 rows 1.00 .96 .96 1.02 1.14 1.18, 256 rows - 1.89 1.85 1.93
+// 1.80 2.09, 512 rows - 3.73 3.87 3.76 3.36 3.95.)
+inline int64_t block_bytes(int64_t rows) { return min(max(4 * rows, 256), 1024) << 10; }
 
 // A group of the row `from` into tiles. The last row sets the scales of what makes the tiles whole.
 template <class Product, class Row>
