@@ -25,10 +25,15 @@ def has_bf16_units() -> bool:
 TRANSPOSED_ROWS = range(2, 257)
 
 
-#: bytes of x that the second-level cache holds beside weights that pass by. (Measured on two cores of a Xeon with AMX
-#: and 2 MB of it each, linears of a 350M model, ms: with 1,024 inputs and 9,216 outputs 256 rows 30 in place and 36
-#: packed; with 4,608 inputs and 1,024 outputs 64 rows 8.4 and 9.0, 128 rows 13.4 and 12.1, 256 rows 24.7 and 18.9.)
-IN_PLACE = 1 << 20
+#: bytes of x that the second-level cache holds beside weights that pass by, and rows up to which more of them, which
+#: are taken in chunks, are still better in place. (Measured on two cores of a Xeon with AMX and 2 MB of it each, all
+#: linears of a step of a 350M model in turn, ms, in place and packed: 4,608 inputs and 1,024 outputs, 128 rows 11.8
+#: and 14.0, 192 rows 15.7 and 17.8, 256 rows 19.6 and 21.4; on one core 384 rows 57 and 53.)
+IN_PLACE, IN_PLACE_ROWS = 1 << 20, 256
+
+
+def _is_in_place(x: torch.Tensor) -> bool:
+    return len(x) <= IN_PLACE_ROWS or x.numel() * x.itemsize <= IN_PLACE
 
 
 def few_rows_linear(
@@ -63,7 +68,7 @@ def matrix_linear(
 
     Which of the next two computes it makes no difference to the result.
     """
-    product = in_place_matrix_linear if x.numel() * x.itemsize <= IN_PLACE else packed_matrix_linear
+    product = in_place_matrix_linear if _is_in_place(x) else packed_matrix_linear
     return product(native, x, weight, bias)
 
 
@@ -94,7 +99,7 @@ def matrix_swiglu(
     Args: as `matrix_linear`; the first half of the weight's rows makes gates. bias: none.
     Returns: `[rows, out / 2]`; as there, it makes no difference which of the next two computes it.
     """
-    product = in_place_matrix_swiglu if x.numel() * x.itemsize <= IN_PLACE else packed_matrix_swiglu
+    product = in_place_matrix_swiglu if _is_in_place(x) else packed_matrix_swiglu
     return product(native, x, weight)
 
 

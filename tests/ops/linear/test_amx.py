@@ -18,6 +18,7 @@ from lfm2_cb.ops.kernel_set import KernelSet
 from lfm2_cb.ops.linear import dense
 from lfm2_cb.ops.linear.dense import (
     IN_PLACE,
+    IN_PLACE_ROWS,
     PackedLinear,
     in_place_matrix_linear,
     in_place_matrix_swiglu,
@@ -101,14 +102,15 @@ def test_every_number_of_rows(kernels, product):
 
 
 def test_rows_beyond_what_the_cache_holds(kernels, product):
-    case = Case(1, rows=300, width=4640)  # which the packed product takes in chunks
+    case = Case(1, rows=300, width=4640)  # which both take in chunks
     assert ((product(kernels, *case.args).double() - case.answer).abs() <= case.bound).all()
 
 
 @pytest.mark.parametrize("rows", [40, 203])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_bf16_row_is_the_same_to_the_bit_whoever_is_beside_it(seed, rows, kernels, product):
-    case = Case(seed, rows=rows)
+@pytest.mark.parametrize("width", [None, 4608])  # any; in chunks
+def test_a_bf16_row_is_the_same_to_the_bit_whoever_is_beside_it(width, seed, rows, kernels, product):
+    case = Case(seed, rows=rows, width=width)
     together = product(kernels, *case.args)
     rng, begin = random.Random(seed), 0
     while begin < rows:
@@ -139,8 +141,9 @@ def test_swiglu_of_a_product_is_near_float64(seed, kernels, swiglu):
 
 @pytest.mark.parametrize("rows", [40, 203])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_row_of_swiglu_is_the_same_to_the_bit_whoever_is_beside_it(seed, rows, kernels):
-    case = Case(seed, rows=rows)
+@pytest.mark.parametrize("width", [None, 4608])  # any; in chunks
+def test_a_row_of_swiglu_is_the_same_to_the_bit_whoever_is_beside_it(width, seed, rows, kernels):
+    case = Case(seed, rows=rows, width=width)
     case.weight = case.weight.repeat(2, 1)
     together = in_place_matrix_swiglu(kernels, case.x, case.weight)
     rng, begin = random.Random(seed), 0
@@ -161,14 +164,14 @@ def test_a_bad_row_stays_alone(bad, kernels, product):
     assert out[:7].isfinite().all() and out[8:].isfinite().all()
 
 
-def test_a_bad_weight_stays_in_its_output(kernels, product):
+@pytest.mark.parametrize(("rows", "width"), [(20, 33), (300, 4641)])  # at once; in chunks
+def test_bad_weights_stay_in_their_output(rows, width, kernels, product):
     """What lies behind a row of weights, in memory, is the next one: it must not be read as inputs beyond the last."""
-    case = Case(5, rows=20, width=33)
-    case.weight = torch.randn(40, 33).to(torch.bfloat16)
-    case.weight[3, 0] = float("nan")
-    out = product(kernels, case.x, case.weight)
-    assert out[:, 3].isnan().all()
-    assert out[:, :3].isfinite().all() and out[:, 4:].isfinite().all()
+    weight = torch.randn(40, width).to(torch.bfloat16)
+    weight[3, 0] = weight[9] = float("nan")
+    bad = weight.isnan().any(1)
+    out = product(kernels, torch.randn(rows, width).to(torch.bfloat16), weight)
+    assert out[:, bad].isnan().all() and out[:, ~bad].isfinite().all()
 
 
 def test_the_emulation_is_the_same_for_every_instruction_set(product):
@@ -189,10 +192,11 @@ def test_both_products_give_the_same_bits(seed, width, kernels):
 def test_weights_are_multiplied_in_place_while_the_inputs_fit_the_cache(kernels, monkeypatch):
     called = []
     monkeypatch.setitem(NativeKernels.recorders, threading.get_ident(), lambda _, name, *others: called.append(name))
-    weight = torch.ones(3, 1024, dtype=torch.bfloat16)
-    for rows in (IN_PLACE // 2048, IN_PLACE // 2048 + 1):
-        assert (matrix_linear(kernels, torch.ones(rows, 1024, dtype=torch.bfloat16), weight) == 1024).all()
-    assert called == ["amx_in_place_linear_bf16", "amx_packed_linear_bf16"]
+    weight = torch.ones(3, 4096, dtype=torch.bfloat16)
+    for rows, width in ((IN_PLACE // 2048, 1024), (IN_PLACE // 2048 + 1, 1024), (IN_PLACE_ROWS, 4096)):
+        x = torch.ones(rows, width, dtype=torch.bfloat16)
+        assert (matrix_linear(kernels, x, weight[:, :width].contiguous()) == width).all()
+    assert called == ["amx_in_place_linear_bf16", "amx_packed_linear_bf16", "amx_in_place_linear_bf16"]
 
 
 def test_more_threads_than_panels_share_the_rows(kernels, product):
@@ -331,6 +335,7 @@ def test_a_layer_takes_the_units_for_many_rows(amx, monkeypatch):
     layer, kernels, some = PackedLinear(70, 33).to(torch.bfloat16), KernelSet(amx), 40
     few = int(products(DENSE, torch.bfloat16, "amx")[0][0])
     monkeypatch.setattr(dense, "IN_PLACE", some * 70 * 2)
+    monkeypatch.setattr(dense, "IN_PLACE_ROWS", 0)
     kernels_by_rows = {
         few: "few_rows_linear_bf16",
         few + 1: "amx_in_place_linear_bf16",
@@ -348,6 +353,7 @@ def test_a_layer_takes_the_units_for_many_rows(amx, monkeypatch):
 def test_gates_and_values_are_not_stored_for_many_rows(amx, monkeypatch):
     layer, kernels, some = PackedLinear(70, 34, bias=False).to(torch.bfloat16), KernelSet(amx), 40
     monkeypatch.setattr(dense, "IN_PLACE", some * 70 * 2)
+    monkeypatch.setattr(dense, "IN_PLACE_ROWS", 0)
     fused = {7: "amx_in_place_swiglu_bf16", some + 1: "amx_packed_swiglu_bf16"}
     with torch.no_grad():
         for rows, kernel in fused.items():

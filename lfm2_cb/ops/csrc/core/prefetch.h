@@ -52,21 +52,28 @@ struct Prefetcher {
     }
 };
 
-// As many runs of memory side by side, of each a line in turn.
+// As many runs of memory side by side, of each a line in turn. A run is of `pieces`, `stride` bytes from one to the
+// next.
 template <int RUNS>
 struct InterleavedPrefetcher {
     const char* runs[RUNS];
-    int64_t lines, bytes;  // lines a step; of a run
-    int64_t run = 0, offset = 0;  // of what is asked for next
+    int64_t lines, bytes, stride, pieces;  // lines a step; bytes of a piece
+    int64_t run = 0, begin = 0, offset = 0;  // of the piece and the line that are asked for next
 
     void step() {
-        for (int64_t i = 0; i < lines && offset < bytes; i++) {
+        for (int64_t i = 0; i < lines && pieces > 0; i++) {
             prefetch_line<2>(runs[run] + offset);
-            if (++run == RUNS) {
-                run = 0;
-                offset += LINE;
-            }
+            if (++run == RUNS) next_line();
         }
+    }
+
+  private:
+    void next_line() {
+        run = 0;
+        offset += LINE;
+        if (offset - begin < bytes) return;
+        offset = begin += stride;
+        pieces--;
     }
 };
 

@@ -1,18 +1,21 @@
-// x @ weight.T (+ bias) in bf16 for rows of x that the second-level cache holds by the processor's matrix units, with the
-// weights as they lie in the module: csrc/linear/amx_bf16.h has the arithmetic.
+// x @ weight.T (+ bias) in bf16 for up to some hundred rows of x by the processor's matrix units, with the weights as
+// they lie in the module: csrc/linear/amx_bf16.h has the arithmetic.
 //
 // The product is taken as weight @ x.T: the weights' rows are then what a tile's rows are, and are loaded from where
 // they are; x, which is small, is laid out once a call, as tiles of [16 pairs of inputs][16 tokens]. A tile of sums is
 // [16 outputs][16 tokens], and is turned at the end.
 //
 // A thread takes panels of outputs, one after another, each for all tokens. While it computes with a panel it asks for
-// the next, line by line, however many tokens there are, and makes results of the sums before.
+// the next, line by line, however many tokens there are, and makes results of the sums before. Where x is more than
+// the second-level cache holds, the steps are taken in chunks, between which sums are kept as tiles.
 //
-// (Measured on one core of a Xeon with AMX, the linears of a 350M step, ms of thread CPU time. Keeping half of a panel in
-// the first-level cache and streaming the rest takes 3 to 10 % less from 64 rows on. The next panel asked for as one run
-// of memory, as 2, 4, 8 and 16 side by side: 64 rows 59, 58, 50, 49 and 47; 128 rows 84, 78, 74, 74 and 75; by two cores
-// 16 runs are slower at 16 rows. Results made while the next group is multiplied: 256 rows 151 before, 120 so; for up to
-// 64 rows they are made at once, as there is time while memory is waited for: 32 rows 42 and not 45.)
+// (Measured on one core of a Xeon with AMX, the linears of a 350M step, ms of thread CPU time. Keeping half of a panel
+// in the first-level cache and streaming the rest takes 3 to 10 % less from 64 rows on. The next panel asked for as
+// one run of memory, as 2, 4, 8 and 16 side by side: 64 rows 59, 58, 50, 49 and 47; 128 rows 84, 78, 74, 74 and 75; by
+// two cores 16 runs are slower at 16 rows. Results made while the next group is multiplied: 256 rows 151 before, 120
+// so; for up to 64 rows they are made at once, as there is time while memory is waited for: 32 rows 42 and not 45.
+// Chunks, products of 4,608 inputs: 256 rows 53 without, 40 with them, 36 when the next chunk of x is asked for;
+// chunks of 400 to 800 tiles are within 4 %.)
 #pragma once
 
 #include "linear/amx_bf16.h"
@@ -24,21 +27,27 @@ constexpr int64_t GROUP = 2 * TILE_ROWS;  // tokens that are multiplied together
 constexpr int64_t WAITING = 2 * GROUP;    // with up to so many tokens memory is what is waited for
 constexpr int64_t KEPT = 32;  // steps of a panel's first outputs that stay in the first-level cache for all tokens
 constexpr int RUNS = 8;       // of memory that a panel is asked for in
+constexpr int64_t WHOLE = 1024, CHUNK = 640;  // tiles of x: with more than WHOLE the steps are taken in chunks
+constexpr int64_t BLOCK = 16;                 // panels that are taken for a chunk before the next one
+constexpr int64_t SUMS = 4 * TILE_BYTES;      // of a group and a panel
 using Prefetch = InterleavedPrefetcher<RUNS>;
 
 // `packed` is [tile of 16 tokens][step].
 template <class Epilogue>
 using Product = amx_bf16::Product<Epilogue>;
 
-// A panel's rows of weights, of whole lines, in two tiles; its first result, and how many.
+// A panel's rows of weights, of whole lines, in two tiles, over some steps; its first result, and how many.
 struct Panel {
     const char *weights, *others;
     int64_t stride, first, results;
+    Range steps;
 
-    // Asks for it in so many steps.
-    Prefetch prefetcher(int64_t steps) const {
-        Prefetch p = {{}, ceil_div(PANEL * stride, LINE * steps), PANEL / RUNS * stride};
-        for (int run = 0; run < RUNS; run++) p.runs[run] = (run % 2 ? others : weights) + run / 2 * p.bytes;
+    // Asks for it in so many steps of work.
+    Prefetch prefetcher(int64_t work) const {
+        const int64_t rows = PANEL / RUNS, bytes = steps.size() * LINE;
+        Prefetch p = {{}, ceil_div(PANEL * steps.size(), work), bytes, stride, rows};
+        if (bytes >= stride) p.bytes = rows * stride, p.pieces = 1;
+        for (int run = 0; run < RUNS; run++) p.runs[run] = (run % 2 ? others : weights) + run / 2 * rows * stride;
         return p;
     }
 };
@@ -137,80 +146,145 @@ class Finisher {
     }
 };
 
+// What is done beside the products, a little each step.
+template <class Epilogue>
+struct Beside {
+    Finisher<Epilogue> finisher;
+    Prefetch weights = {};
+    Prefetcher x = {};
+};
+
 // Tiles of sums, two of outputs by TOKENS of 16 tokens, 0 and 1 of the first outputs: += the panel by tiles of x.
-template <int TOKENS, class Epilogue>
-inline void multiply(Tiles& tiles, const Panel& panel, const char* x, int64_t steps, int64_t awake,
-                     Prefetch& prefetcher, Finisher<Epilogue>& finisher) {
-    const char *first = panel.weights, *second = panel.others, *others = x + steps * TILE_BYTES;
-    for (int64_t s = 0; s < steps; s++) {
+template <int TOKENS, bool IN_CHUNKS, class Epilogue>
+inline void multiply(Tiles& tiles, const Panel& panel, const char* x, const char* others, int64_t awake,
+                     Beside<Epilogue>& beside) {
+    const char *first = panel.weights, *second = panel.others;
+    for (int64_t s = 0; s < panel.steps.size(); s++) {
         s < KEPT ? tiles.load<4>(first + s * LINE, panel.stride) : tiles.stream<4>(first + s * LINE, panel.stride);
         tiles.stream<6>(x + s * TILE_BYTES, LINE);
-        prefetcher.step();
+        beside.weights.step();
         tiles.multiply_bf16<0, 4, 6>();
         tiles.stream<5>(second + s * LINE, panel.stride);
-        prefetcher.step();
+        beside.weights.step();
         tiles.multiply_bf16<2, 5, 6>();
         if constexpr (TOKENS == 2) {
             tiles.stream<7>(others + s * TILE_BYTES, LINE);
             tiles.multiply_bf16<1, 4, 7>();
             tiles.multiply_bf16<3, 5, 7>();
         }
-        finisher.step();
+        if constexpr (IN_CHUNKS) beside.x.step();
+        beside.finisher.step();
         if (s % awake == awake - 1) tiles.keep_awake<6>();
     }
 }
 
+inline void load_sums(Tiles& tiles, const char* sums) {
+    tiles.stream<0>(sums, LINE);
+    tiles.stream<1>(sums + TILE_BYTES, LINE);
+    tiles.stream<2>(sums + 2 * TILE_BYTES, LINE);
+    tiles.stream<3>(sums + 3 * TILE_BYTES, LINE);
+}
+
+inline void store_sums(Tiles& tiles, char* sums) {
+    tiles.store<0>(sums, LINE);
+    tiles.store<1>(sums + TILE_BYTES, LINE);
+    tiles.store<2>(sums + 2 * TILE_BYTES, LINE);
+    tiles.store<3>(sums + 3 * TILE_BYTES, LINE);
+}
+
+// A panel by a group of tokens. sums [SUMS]: those of the steps before, and where these go if there are more.
 // (As a function of its own it has registers enough for the loop.)
-template <int TOKENS, class Epilogue>
+template <int TOKENS, bool IN_CHUNKS, class Epilogue>
 __attribute__((noinline)) void compute_group(Tiles& tiles, const Product<Epilogue>& p, const Panel& panel,
-                                             int64_t token_tile, Prefetch& prefetcher,
-                                             Finisher<Epilogue>& finisher) {
-    const int64_t steps = p.x.steps();
+                                             int64_t token_tile, char* sums, Beside<Epilogue>& beside) {
+    const int64_t steps = p.steps();
     const bool is_waiting = p.x.rows <= WAITING;
-    tiles.zero<0>();
-    tiles.zero<1>();
-    tiles.zero<2>();
-    tiles.zero<3>();
-    multiply<TOKENS>(tiles, panel, p.packed + token_tile * steps * TILE_BYTES, steps, is_waiting ? AWAKE / 2 : AWAKE,
-                     prefetcher, finisher);
-    finisher.finish();
-    tiles.store<0>(finisher.sums[0][0], LINE);
-    tiles.store<2>(finisher.sums[1][0], LINE);
-    if constexpr (TOKENS == 2) {
-        tiles.store<1>(finisher.sums[0][1], LINE);
-        tiles.store<3>(finisher.sums[1][1], LINE);
+    if (IN_CHUNKS && panel.steps.begin > 0) {
+        load_sums(tiles, sums);
+        prefetch_lines<2>(sums + SUMS, SUMS);
+    } else {
+        tiles.zero<0>();
+        tiles.zero<1>();
+        tiles.zero<2>();
+        tiles.zero<3>();
     }
-    finisher.begin(panel, token_tile * TILE_ROWS);
-    if (is_waiting) finisher.finish();
+    const char* x = p.packed + (token_tile * steps + panel.steps.begin) * TILE_BYTES;
+    multiply<TOKENS, IN_CHUNKS>(tiles, panel, x, x + steps * TILE_BYTES, is_waiting ? AWAKE / 2 : AWAKE, beside);
+    if (IN_CHUNKS && panel.steps.end < steps) return store_sums(tiles, sums);
+    beside.finisher.finish();
+    store_sums(tiles, (char*)beside.finisher.sums);
+    beside.finisher.begin(panel, token_tile * TILE_ROWS);
+    if (is_waiting) beside.finisher.finish();
+}
+
+// A panel as it lies in the module.
+template <class Epilogue>
+Panel panel_of(const Product<Epilogue>& p, int64_t i, Range steps) {
+    return {p.weights.at(p.row(i, 0), steps.begin), p.weights.at(p.row(i, 1), steps.begin), p.weights.stride(),
+            p.row(i, 0), p.results_of(i), steps};
+}
+
+template <class Epilogue>
+bool is_whole(const Product<Epilogue>& p, int64_t i) {
+    return p.results_of(i) == p.RESULTS && p.weights.stride() % LINE == 0;
+}
+
+// The same with zeros where there are no weights, in `filled`; rows beyond the outputs do not matter.
+template <class Epilogue>
+Panel filled_panel(const Product<Epilogue>& p, int64_t i, Range steps, char* filled) {
+    const int64_t stride = steps.size() * LINE, bytes = min(stride, p.weights.stride() - steps.begin * LINE);
+    for (int64_t tile = 0; tile < 2; tile++)
+        for (int64_t o = 0; o < p.outputs_of(i, tile); o++) {
+            char* row = filled + (tile * TILE_ROWS + o) * stride;
+            memcpy(row, p.weights.at(p.row(i, tile) + o, steps.begin), bytes);
+            memset(row + bytes, 0, stride - bytes);
+        }
+    return {filled, filled + TILE_ROWS * stride, stride, p.row(i, 0), p.results_of(i), steps};
+}
+
+// Some panels over chunks of steps: all panels for a chunk, then for the next.
+template <bool IN_CHUNKS, class Epilogue>
+void compute_block(Tiles& tiles, const Product<Epilogue>& p, Range panels, int64_t chunk, char* filled, char* sums,
+                   Beside<Epilogue>& beside) {
+    const int64_t steps = p.steps(), token_tiles = ceil_div(p.x.rows, TILE_ROWS), groups = ceil_div(token_tiles, 2);
+    const int64_t count = panels.size(), pieces = count * ceil_div(steps, chunk), work = groups * chunk;
+    const auto steps_of = [&](int64_t piece) -> Range {
+        return {piece / count * chunk, min((piece / count + 1) * chunk, steps)};
+    };
+    for (int64_t piece = 0; piece < pieces; piece++) {
+        const int64_t i = piece % count, next = piece + 1;
+        const Range part = steps_of(piece), after = {part.end, min(part.end + chunk, steps)};
+        const Panel panel = is_whole(p, panels.begin + i) ? panel_of(p, panels.begin + i, part)
+                                                          : filled_panel(p, panels.begin + i, part, filled);
+        beside.weights = {};
+        if (next < pieces)
+            beside.weights = panel_of(p, panels.begin + next % count, steps_of(next)).prefetcher(2 * work);
+        if (IN_CHUNKS && i == count / 2 && after.size() > 0)  // half of the panels are enough for the next chunk of x
+            beside.x = Prefetcher::over(p.packed + after.begin * TILE_BYTES, after.size() * TILE_BYTES,
+                                        steps * TILE_BYTES, token_tiles, (count - i) * work);
+        for (int64_t t = 0; t < token_tiles; t += 2) {
+            char* at = sums + (i * groups + t / 2) * SUMS;
+            t + 1 < token_tiles ? compute_group<2, IN_CHUNKS>(tiles, p, panel, t, at, beside)
+                                : compute_group<1, IN_CHUNKS>(tiles, p, panel, t, at, beside);
+        }
+    }
 }
 
 template <class Epilogue>
 void compute_panels(const Product<Epilogue>& p, Range range) {
-    const int64_t stride = p.weights.stride(), steps = p.steps(), token_tiles = ceil_div(p.x.rows, TILE_ROWS);
-    char* filled = nullptr;  // a panel with zeros where there are no weights; rows beyond the outputs do not matter
+    const int64_t steps = p.steps(), groups = ceil_div(p.x.rows, GROUP), size = 2 * groups * steps;
+    const int64_t chunk = size <= WHOLE ? steps : ceil_div(steps, ceil_div(size, CHUNK));
+    const int64_t block = chunk < steps ? BLOCK : range.size();
+    char* filled = is_whole(p, range.end - 1) ? nullptr : (char*)calloc(PANEL, chunk * LINE);
+    char* sums = chunk < steps ? (char*)aligned_alloc(LINE, (block * groups + 1) * SUMS) : nullptr;
     Tiles tiles;
-    Finisher<Epilogue> finisher(p);
-    const auto panel_of = [&](int64_t i) -> Panel {
-        return {p.weights.at(p.row(i, 0), 0), p.weights.at(p.row(i, 1), 0), stride, p.row(i, 0), p.results_of(i)};
-    };
-    for (int64_t i = range.begin; i < range.end; i++) {
-        Panel panel = panel_of(i);
-        if (panel.results < p.RESULTS || stride % LINE) {
-            if (!filled) filled = (char*)calloc(PANEL, steps * LINE);
-            panel.weights = filled;
-            panel.stride = steps * LINE;
-            panel.others = filled + TILE_ROWS * panel.stride;
-            for (int64_t tile = 0; tile < 2; tile++)
-                for (int64_t o = 0; o < p.outputs_of(i, tile); o++)
-                    memcpy(filled + (tile * TILE_ROWS + o) * panel.stride, p.weights.at(p.row(i, tile) + o, 0), stride);
-        }
-        Prefetch prefetcher = {};
-        if (i + 1 < range.end) prefetcher = panel_of(i + 1).prefetcher(2 * ceil_div(token_tiles, 2) * steps);
-        for (int64_t t = 0; t < token_tiles; t += 2)
-            t + 1 < token_tiles ? compute_group<2>(tiles, p, panel, t, prefetcher, finisher)
-                                : compute_group<1>(tiles, p, panel, t, prefetcher, finisher);
-    }
-    finisher.finish();
+    Beside<Epilogue> beside = {Finisher<Epilogue>(p)};
+    for_each_tile(range, block, [&](int64_t first, int64_t count) {
+        chunk < steps ? compute_block<true>(tiles, p, {first, first + count}, chunk, filled, sums, beside)
+                      : compute_block<false>(tiles, p, {first, first + count}, chunk, filled, sums, beside);
+    });
+    beside.finisher.finish();
+    free(sums);
     free(filled);
 }
 
