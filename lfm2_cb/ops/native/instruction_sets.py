@@ -37,7 +37,7 @@ def isas_of(machine: str) -> Mapping[str, tuple[str, ...]]:
 ISAS = isas_of(platform.machine())
 #: sources that are of use for one instruction set alone; and those that have them too, by an emulation, so that they
 #: can be tested: without and with fused multiply-add
-EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx.cpp", "amx_experts.cpp")}
+EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx.cpp", "amx_int8.cpp", "amx_experts.cpp")}
 EMULATORS = ("plain", "avx2")
 #: sources that have nothing to do with instruction sets
 ONCE = ("threads.cpp",)

@@ -1,6 +1,6 @@
-// The products by the processor's matrix units.
+// The products in bf16 by the processor's matrix units. (Those of bytes are a source of their own: in a large one GCC
+// stops putting functions into the loops that call them, here for a tenth of the time.)
 #include "linear/amx_in_place.h"
-#include "linear/amx_int8.h"
 #include "linear/amx_packed.h"
 
 // x [rows, in], w [outputs, in], bias [outputs] or null, out [rows, outputs]; sums are in fp32, of which the
@@ -36,22 +36,3 @@ KERNEL(amx_packed_swiglu_bf16)(const bf16* x, const bf16* w, bf16* out, int64_t 
     linear(Product<SwiGLU<bf16>>{{{x, rows, in}, {w, 2 * width, in}, nullptr, {out, width}}}, threads);
 }
 REPLAYABLE(amx_packed_swiglu_bf16)
-
-// As linear_int8 (csrc/linear/int8.cpp), with inputs and input_scales of a multiple of 32 rows.
-KERNEL(amx_linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums,
-                        const void* scales, const void* bias, void* inputs, float* input_scales, void* out,
-                        int64_t rows, int64_t width, int64_t outputs, int64_t threads) {
-    int8::with_product<false>(x, is_bf16, weights, sums, scales, bias, inputs, input_scales, out, rows, width, outputs,
-                              [=](const auto& product) { int8::tiles::linear(product, threads); });
-}
-REPLAYABLE(amx_linear_int8)
-
-// The same, to the bit, as amx_linear_int8 without bias and then `swiglu` (csrc/pointwise.cpp): out [rows,
-// outputs / 2]; half the outputs, a multiple of 16, are gates, and their values come behind them
-KERNEL(amx_swiglu_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums, const void* scales,
-                        void* inputs, float* input_scales, void* out, int64_t rows, int64_t width, int64_t outputs,
-                        int64_t threads) {
-    int8::with_product<true>(x, is_bf16, weights, sums, scales, nullptr, inputs, input_scales, out, rows, width,
-                             outputs, [=](const auto& product) { int8::tiles::linear(product, threads); });
-}
-REPLAYABLE(amx_swiglu_int8)
