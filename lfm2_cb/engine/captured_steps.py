@@ -139,8 +139,12 @@ class CapturedSteps:
             self._refused.add(key.sharing)
         return logits
 
-    def _can_capture(self, sharing: bool) -> bool:
+    def is_plain(self) -> bool:
+        """Whether a forward does nothing that no capture sees, as of now."""
         if self._guard.has_changed():
             self._graphs.clear()
             self._refused.clear()
-        return sharing not in self._refused and self._guard.may_capture()
+        return self._guard.may_capture()
+
+    def _can_capture(self, sharing: bool) -> bool:
+        return self.is_plain() and sharing not in self._refused

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -21,7 +22,7 @@ from ..model.quantization import check_device, weights_of
 from ..model.ragged_batch import RaggedBatch, Row
 from ..ops.attention.sparse import SparsePrefill
 from ..ops.kernel_set import KernelSet
-from ..ops.native import Arena, NativeKernels, lend
+from ..ops.native import Arena, CommandBuffer, NativeKernels, lend
 from ..ops.triton import launching_on
 from ..scheduling.cache_manager import Fork
 from ..scheduling.scheduler import ScheduledRow
@@ -130,8 +131,13 @@ class ModelRunner:
             self.captured.invalidate()
         kernels = self.kernels if self.adapters is None else self.adapters.kernels_for(self.kernels, rows)
         self._batch = make_batch(rows, self.cache, self.kernel_size, shared, kernels)
-        with lend(self.arena):
+        with lend(self.arena), self._command_buffer():
             return self._compute(self._batch)
+
+    def _command_buffer(self) -> AbstractContextManager[object]:
+        """Native calls are put off where the forward runs nobody else's Python."""
+        puts_off = self.capturing and isinstance(self.captured, CapturedSteps) and self.captured.is_plain()
+        return CommandBuffer(self.native, self.arena) if puts_off and self.native is not None else nullcontext()
 
     def _compute(self, batch: RaggedBatch | PaddedDecodeBatch) -> torch.Tensor:
         tokens = {"input_ids": batch.input_ids}

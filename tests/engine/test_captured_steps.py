@@ -13,6 +13,7 @@ from lfm2_cb.engine import captured_steps, sharing
 from lfm2_cb.engine.captured_steps import CapturedSteps
 from lfm2_cb.engine.runner import ModelRunner
 from lfm2_cb.ops.native import CapturedGraph, arena
+from lfm2_cb.ops.native.call_list import CallList
 
 pytestmark = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="needs a C++ compiler"
@@ -254,3 +255,22 @@ def test_steps_of_many_tokens_use_the_same_memory_again_and_compute_the_same(mon
             assert [o.token_ids for o in generator.generate(prompts, max_new_tokens=6, **GREEDY)] == expected
             sizes.append(generator.engine.runner.arena.num_bytes)
     assert 0 < sizes[0] == sizes[1] == sizes[2]
+
+
+def test_prompts_are_one_run_of_native_calls_where_nobody_looks(monkeypatch):
+    counts = []
+    run = CallList.run
+    monkeypatch.setattr(CallList, "run", lambda self, native: (counts.append(len(self)), run(self, native))[1])
+    stock, seen = random_stock(1), []
+    prompts = random_prompts(random.Random(0), 3, 20)
+    expected = [stock_greedy(stock, p, 1) for p in prompts]
+    with ContinuousBatchingGenerator(stock, cache_memory="8MiB") as generator:
+        outputs = generator.generate(prompts, max_new_tokens=1, **GREEDY)
+        assert [o.token_ids for o in outputs] == expected
+        assert len(counts) == 2 and min(counts) >= 1 and sum(counts) > 10  # before and after the rows of the logits
+        layer = generator.model.model.layers[0]
+        handle = layer.register_forward_hook(lambda *args: seen.append(args[2].numpy().copy()))
+        outputs = generator.generate(prompts, max_new_tokens=1, **GREEDY)
+        handle.remove()
+        assert [o.token_ids for o in outputs] == expected
+    assert len(counts) == 2 and len(seen) == 1  # a hook may look without an operation, so nothing was put off

@@ -3,6 +3,7 @@
 from .arena import Arena, empty, lend
 from .build import NativeUnavailable
 from .captured_graph import CapturedGraph
+from .command_buffer import CommandBuffer
 from .kernels import NativeKernels
 from .library import KERNELS, load, resolve_kernels
 
@@ -10,6 +11,7 @@ __all__ = [
     "KERNELS",
     "Arena",
     "CapturedGraph",
+    "CommandBuffer",
     "NativeKernels",
     "NativeUnavailable",
     "empty",

@@ -11,7 +11,7 @@ import math
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -35,12 +35,14 @@ class Arena:
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         """As `torch.empty` on CPU, aligned to 64 bytes."""
         num_bytes = shape.numel() * dtype.itemsize
+        if not num_bytes:
+            return torch.empty(shape, dtype=dtype)
         size = max(64, 1 << (num_bytes - 1).bit_length())
         free = self._free[size]
         block = free.pop() if free else self._new_block(size)
         lent = block[:num_bytes]  # an object of its own, which lives as long as the tensor's storage
         weakref.finalize(lent, free.append, block).atexit = False
-        return torch.from_numpy(lent).view(dtype).view(shape)
+        return torch.frombuffer(lent, dtype=dtype).view(shape)
 
     def _new_block(self, size: int) -> np.ndarray:
         memory = np.empty(size + 64, np.uint8)
@@ -48,6 +50,11 @@ class Arena:
         block = memory[start : start + size]
         self._blocks[block.ctypes.data] = block
         return block
+
+    @property
+    def addresses(self) -> Container[int]:
+        """Where the memory of tensors made here begins."""
+        return self._blocks
 
     @property
     def num_bytes(self) -> int:
@@ -59,7 +66,7 @@ class Arena:
     def same(self, tensor: torch.Tensor) -> torch.Tensor:
         """Another tensor on the memory of a contiguous one made here, which it does not keep from being free."""
         block = self._blocks[tensor.data_ptr()]
-        return torch.from_numpy(block[: tensor.nbytes]).view(tensor.dtype).view(tensor.shape)
+        return torch.frombuffer(block[: tensor.nbytes], dtype=tensor.dtype).view(tensor.shape)
 
 
 class _Lent(threading.local):

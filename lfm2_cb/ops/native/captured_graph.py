@@ -7,16 +7,15 @@ from C in one go (`csrc/replay.cpp`).
 
 from __future__ import annotations
 
-import struct
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .arena import Arena
+from .call_list import CallList
 from .kernels import NativeKernels
 
 _aten = torch.ops.aten
@@ -37,9 +36,12 @@ class CapturedGraph:
 
     def __init__(self, native: NativeKernels, arena: Arena) -> None:
         self._native, self._arena = native, arena
-        self._calls: list[int] = []  # of each call the kernel's address, and where its arguments begin
-        self._args: list[int] = []
+        self._calls = CallList()
         self._inputs: list[torch.Tensor] = []  # kept alive
+
+    def __len__(self) -> int:
+        """How many calls it makes."""
+        return len(self._calls)
 
     def capture(self, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run the computation, in this thread, and keep its calls. Returns: its result."""
@@ -50,36 +52,22 @@ class CapturedGraph:
                 output = compute()
         finally:
             del self._native.recorders[thread]
-        self._finish()
         if output in self._arena:
             self.output = self._arena.same(output)
         else:
             self.not_captured = self.not_captured or "the result"
         return output
 
-    def _record_call(self, native: NativeKernels, name: str, args: tuple[Any, ...], values: list[Any]) -> None:
-        kernel = native.address(f"replay_{name}")
-        if not kernel:
+    def _record_call(self, native: NativeKernels, name: str, args: tuple[Any, ...], values: list[Any]) -> bool:
+        if not self._calls.add(native, name, values):
             self.not_captured = self.not_captured or name
-        self._calls += kernel, len(self._args)
-        self._args += [_bits(value) for value in values]
         self._inputs += [a for a in args if isinstance(a, torch.Tensor) and a not in self._arena]
-
-    def _finish(self) -> None:
-        self._arg_array = np.array(self._args, dtype=np.int64)
-        calls = np.array(self._calls, dtype=np.int64).reshape(-1, 2)
-        calls[:, 1] = self._arg_array.ctypes.data + 8 * calls[:, 1]
-        self._call_array = torch.from_numpy(calls)
+        return False
 
     def replay(self) -> torch.Tensor:
         """Make the calls again, on what is in the input tensors now. Returns: `output`."""
-        self._native.call("replay", self._call_array, len(self._call_array))
+        self._calls.run(self._native)
         return self.output
-
-
-def _bits(value: int | float | None) -> int:
-    """An argument as the 64 bits that the kernel finds."""
-    return struct.unpack("q", struct.pack("d", value))[0] if isinstance(value, float) else int(value or 0)
 
 
 class _Capturing(TorchDispatchMode):

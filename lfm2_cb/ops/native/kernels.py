@@ -23,10 +23,10 @@ class NativeKernels:
     isa: the instruction set. supported: all that this processor and the library have, but for those in `without`,
     best last. prebuilt: whether the library came with the wheel.
     recorders: by thread, what is told of each of its calls, of any instance, before the kernel runs: the kernels, the
-    name, the arguments, and those as the kernel gets them.
+    name, the arguments, and those as the kernel gets them. Where it returns True the kernel is not run.
     """
 
-    recorders: dict[int, Callable[[NativeKernels, str, tuple, list], None]] = {}
+    recorders: dict[int, Callable[[NativeKernels, str, tuple, list], bool]] = {}
 
     def __init__(
         self, library: Any, isa: str | None = None, without: Collection[str] = (), prebuilt: bool = False
@@ -38,6 +38,7 @@ class NativeKernels:
         if self.isa not in self.supported:
             raise NativeUnavailable(f"this processor has no {self.isa}, only {', '.join(self.supported)}")
         self._functions: dict[str, ctypes._NamedFuncPointer] = {}
+        self._addresses: dict[str, int] = {}
 
     def using(self, isa: str) -> NativeKernels:
         """The same library, by another instruction set. Raises: NativeUnavailable."""
@@ -57,16 +58,21 @@ class NativeKernels:
         # (`isinstance` asks torch's metaclass, which takes longer than the rest.)
         pointers = [a if a.__class__ in PLAIN else a.data_ptr() for a in args]  # type: ignore[union-attr]
         pointers.append(torch.get_num_threads())
-        if self.recorders and (record_call := self.recorders.get(threading.get_ident())):
-            record_call(self, name, args, pointers)
+        recorder = self.recorders.get(threading.get_ident()) if self.recorders else None
+        if recorder is not None and recorder(self, name, args, pointers):
+            return
         function(*pointers)
 
     def address(self, name: str) -> int:
         """Of a function of the library for this instruction set; 0: it has none of that name."""
-        try:
-            return ctypes.cast(self._find(name), ctypes.c_void_p).value or 0
-        except AttributeError:
-            return 0
+        address = self._addresses.get(name)
+        if address is None:
+            try:
+                address = ctypes.cast(self._find(name), ctypes.c_void_p).value or 0
+            except AttributeError:
+                address = 0
+            self._addresses[name] = address
+        return address
 
     def _find(self, name: str) -> ctypes._NamedFuncPointer:
         for isa in reversed(list(ISAS)[: list(ISAS).index(self.isa) + 1]):  # an addition leaves the rest to its base

@@ -107,5 +107,5 @@ def test_other_threads_calls_are_not_captured(kernels):
         return few_rows_linear(kernels, x, w)
 
     graph.capture(compute)
-    assert len(graph._call_array) == 1 and not kernels.recorders
+    assert len(graph) == 1 and not kernels.recorders
     assert torch.equal(graph.replay(), few_rows_linear(kernels, x, w))
