@@ -41,7 +41,7 @@ struct Prefetcher {
         return {from, from + bytes, ceil_div(runs * ceil_div(bytes, LINE), steps), bytes, stride, runs - 1};
     }
 
-    void step() {
+    [[gnu::always_inline]] void step() {
         const char* stop = end - next < lines * LINE ? end : next + lines * LINE;
         for (; next < stop; next += LINE) prefetch_line<2>(next);
         if (next >= end && more > 0) {
@@ -60,7 +60,7 @@ struct InterleavedPrefetcher {
     int64_t lines, bytes, stride, pieces;  // lines a step; bytes of a piece
     int64_t run = 0, begin = 0, offset = 0;  // of the piece and the line that are asked for next
 
-    void step() {
+    [[gnu::always_inline]] void step() {
         for (int64_t i = 0; i < lines && pieces > 0; i++) {
             prefetch_line<2>(runs[run] + offset);
             if (++run == RUNS) next_line();

@@ -72,7 +72,7 @@ struct ResultLines {
     Range rows;
     int64_t output;
 
-    void step() {
+    [[gnu::always_inline]] void step() {
         if (rows.begin < rows.end) epilogue.prefetch(rows.begin++, output);
     }
 };
@@ -93,7 +93,7 @@ struct PendingRows {
         output = its_output;
         count = its_count;
     }
-    void step() {
+    [[gnu::always_inline]] void step() {
         if (rows.begin < rows.end) epilogue(rows.begin++, output, sums, count);
         sums += PANEL;
     }
