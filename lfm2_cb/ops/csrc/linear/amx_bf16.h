@@ -15,6 +15,21 @@ namespace amx_bf16 {
 constexpr int64_t PANEL = 2 * TILE_ROWS;  // outputs that are multiplied together
 constexpr int64_t STEP = LINE / 2;        // inputs of a tile
 constexpr int64_t AWAKE = 8;              // steps after which a tile is stored to no avail
+constexpr int64_t SUMS = 4 * TILE_BYTES;  // bytes of a group's and a panel's sums, in tiles 0 ... 3
+
+inline void load_sums(Tiles& tiles, const char* sums) {
+    tiles.stream<0>(sums, LINE);
+    tiles.stream<1>(sums + TILE_BYTES, LINE);
+    tiles.stream<2>(sums + 2 * TILE_BYTES, LINE);
+    tiles.stream<3>(sums + 3 * TILE_BYTES, LINE);
+}
+
+inline void store_sums(Tiles& tiles, char* sums) {
+    tiles.store<0>(sums, LINE);
+    tiles.store<1>(sums + TILE_BYTES, LINE);
+    tiles.store<2>(sums + 2 * TILE_BYTES, LINE);
+    tiles.store<3>(sums + 3 * TILE_BYTES, LINE);
+}
 
 // to[four][row] = from[row][four], 4 bytes each, of 16 rows that are so many bytes apart.
 inline void transpose_tile(const void* from, int64_t stride, void* to, int64_t to_stride = LINE) {

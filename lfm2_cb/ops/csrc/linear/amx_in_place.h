@@ -29,7 +29,6 @@ constexpr int64_t KEPT = 32;  // steps of a panel's first outputs that stay in t
 constexpr int RUNS = 8;       // of memory that a panel is asked for in
 constexpr int64_t WHOLE = 1024, CHUNK = 640;  // tiles of x: with more than WHOLE the steps are taken in chunks
 constexpr int64_t BLOCK = 16;                 // panels that are taken for a chunk before the next one
-constexpr int64_t SUMS = 4 * TILE_BYTES;      // of a group and a panel
 using Prefetch = InterleavedPrefetcher<RUNS>;
 
 // `packed` is [tile of 16 tokens][step].
@@ -176,20 +175,6 @@ inline void multiply(Tiles& tiles, const Panel& panel, const char* x, const char
         beside.finisher.step();
         if (s % awake == awake - 1) tiles.keep_awake<6>();
     }
-}
-
-inline void load_sums(Tiles& tiles, const char* sums) {
-    tiles.stream<0>(sums, LINE);
-    tiles.stream<1>(sums + TILE_BYTES, LINE);
-    tiles.stream<2>(sums + 2 * TILE_BYTES, LINE);
-    tiles.stream<3>(sums + 3 * TILE_BYTES, LINE);
-}
-
-inline void store_sums(Tiles& tiles, char* sums) {
-    tiles.store<0>(sums, LINE);
-    tiles.store<1>(sums + TILE_BYTES, LINE);
-    tiles.store<2>(sums + 2 * TILE_BYTES, LINE);
-    tiles.store<3>(sums + 3 * TILE_BYTES, LINE);
 }
 
 // A panel by a group of tokens. sums [SUMS]: those of the steps before, and where these go if there are more.
