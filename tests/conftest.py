@@ -24,6 +24,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 transformers.utils.logging.disable_progress_bar()
 
+#: files that take minutes, by folder or name: they go first, as else one process ends with them alone
+LONGEST = ("scripts", "soak", "test_readmes.py")
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: not set(LONGEST).intersection(item.path.parts))
+
 
 @pytest.fixture(scope="session")
 def demo_stock():

@@ -19,24 +19,13 @@ from .call_list import CallList
 from .kernels import NativeKernels
 
 _aten = torch.ops.aten
+_EMPTY = (_aten.empty, _aten.empty_like, _aten.new_empty)
+_RESHAPED = (_aten.view, _aten.unflatten, _aten.unsqueeze, _aten.squeeze, _aten.expand)
+_TURNED = (_aten.t, _aten.transpose, _aten.permute)
+_PARTS = (_aten.select, _aten.slice, _aten.split, _aten.split_with_sizes, _aten.unbind)
+_SAME = (_aten.alias, _aten.detach, _aten.lift_fresh)
 #: operations that give a tensor and look at nobody's values
-_LOOKS_AT_NOTHING = frozenset(
-    (
-        *(_aten.empty, _aten.empty_like, _aten.new_empty),
-        *(
-            _aten.lift_fresh,
-            _aten.view,
-            _aten.unflatten,
-            _aten.unsqueeze,
-            _aten.squeeze,
-            _aten.expand,
-            _aten.alias,
-            _aten.detach,
-        ),
-        *(_aten.select, _aten.slice, _aten.split, _aten.split_with_sizes, _aten.unbind),
-        *(_aten.t, _aten.transpose, _aten.permute),
-    )
-)
+_LOOKS_AT_NOTHING = frozenset((*_EMPTY, *_RESHAPED, *_TURNED, *_PARTS, *_SAME))
 #: those of which it is true where the tensor is contiguous
 _VIEWS_OF_CONTIGUOUS = frozenset((_aten.contiguous, _aten.flatten, _aten.reshape))
 
@@ -64,9 +53,11 @@ class CommandBuffer(TorchDispatchMode):
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         super().__exit__(kind, error, traceback)
-        if kind is None:
-            self.flush()
-        del self._native.recorders[threading.get_ident()]
+        try:
+            if kind is None:
+                self.flush()
+        finally:
+            del self._native.recorders[threading.get_ident()]
 
     def flush(self) -> None:
         """Make the calls that were put off."""
