@@ -28,8 +28,8 @@ class EngineConfig:
 
     Args:
         max_batch_tokens: tokens computed a step, prefill chunks and decodes together. (With 2,048, a list of 256
-            prompts takes 3 % more, and its activations half the memory: a 350M model in bf16 on 2 cores of a Xeon. A
-            server's default is 2,048: who comes while nobody decodes waits for half as long.)
+            prompts takes 1 to 3 % more, and its activations half the memory: a 350M model in bf16 on 2 cores of a
+            Xeon. A server's default is 2,048: who comes while nobody decodes waits for half as long.)
         max_sequences: requests running at once.
         cache_memory: of K/V blocks and conv states, as bytes or text such as "512MiB", "2GiB" (`cache_bytes` has the
             number); committed as it is first used. On CUDA also a share of the card's free memory, such as "80%".

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+#: operations of torch that make a tensor without filling it
+EMPTY = frozenset((torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.new_empty))
 #: bytes: smaller tensors `malloc` keeps the memory of, and is quicker
 LARGE = 1 << 20
 

@@ -14,13 +14,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .arena import Arena
+from .arena import EMPTY, Arena
 from .call_list import CallList
 from .kernels import NativeKernels
-
-_aten = torch.ops.aten
-#: what makes a tensor without filling it
-_EMPTY = frozenset((_aten.empty, _aten.empty_like, _aten.new_empty))
 
 
 class CapturedGraph:
@@ -79,7 +75,7 @@ class _Capturing(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.overloadpacket in _EMPTY:
+        if func.overloadpacket in EMPTY:
             made = func(*args, **{**kwargs, "device": "meta"})
             asked = kwargs.get("device") or (args[0].device if isinstance(args[0], torch.Tensor) else "cpu")
             if torch.device(asked).type == "cpu" and made.is_contiguous():

@@ -14,18 +14,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .arena import Arena
+from .arena import EMPTY, Arena
 from .call_list import CallList
 from .kernels import NativeKernels
 
 _aten = torch.ops.aten
-_EMPTY = (_aten.empty, _aten.empty_like, _aten.new_empty)
 _RESHAPED = (_aten.view, _aten.unflatten, _aten.unsqueeze, _aten.squeeze, _aten.expand)
 _TURNED = (_aten.t, _aten.transpose, _aten.permute)
 _PARTS = (_aten.select, _aten.slice, _aten.split, _aten.split_with_sizes, _aten.unbind)
 _SAME = (_aten.alias, _aten.detach, _aten.lift_fresh)
 #: operations that give a tensor and look at nobody's values
-_LOOKS_AT_NOTHING = frozenset((*_EMPTY, *_RESHAPED, *_TURNED, *_PARTS, *_SAME))
+_LOOKS_AT_NOTHING = frozenset((*EMPTY, *_RESHAPED, *_TURNED, *_PARTS, *_SAME))
 #: those of which it is true where the tensor is contiguous
 _VIEWS_OF_CONTIGUOUS = frozenset((_aten.contiguous, _aten.flatten, _aten.reshape))
 

@@ -93,7 +93,8 @@ struct PendingRows {
         count = its_count;
     }
     [[gnu::always_inline]] void step() {
-        if (rows.begin < rows.end) epilogue(rows.begin++, output, sums, count);
+        if (rows.begin == rows.end) return;
+        epilogue(rows.begin++, output, sums, count);
         sums += PANEL;
     }
     void finish() {
@@ -159,7 +160,8 @@ void compute_chunk(Tiles& tiles, const Product<Epilogue>& p, Range groups, Range
             }
             // (4,608 inputs, 1,024 outputs, 4,096 rows, two cores, ms: 11.7 so; asked for all at once, and not before
             // they are first written, 12.9.)
-            Prefetcher next_sums = Prefetcher::over(sums + SUMS, sums + 2 * SUMS, count);
+            Prefetcher next_sums = {};
+            if (in_chunks) next_sums = Prefetcher::over(sums + SUMS, sums + 2 * SUMS, count);
             const char* weights = scratch + i * count * PAIR;
             const int64_t panel = panels.begin + i, output = panel * p.RESULTS;
             const Range rows = {g * GROUP, is_last ? min((g + 1) * GROUP, p.x.rows) : 0};
