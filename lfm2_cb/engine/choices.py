@@ -19,10 +19,16 @@ class TokenChoice:
 
     request: Request
     logits_row: int = 0  # first of its rows in the step's logits
-    draft_token_ids: list[int] = field(default_factory=list)
+    draft_token_ids: Sequence[int] = ()
     token_ids: list[int] = field(default_factory=list)
     reason: FinishReason | None = None  # set once the request ends
     error: Exception | None = None
+
+    @property
+    def history(self) -> list[int]:
+        """The request's prompt and output, with the tokens chosen here; not to be changed."""
+        known = self.request.token_ids
+        return known + self.token_ids if self.token_ids else known
 
 
 def choose(rows: Sequence[ScheduledRow], logits: torch.Tensor, kernels: KernelSet) -> dict[int, TokenChoice]:
@@ -34,10 +40,11 @@ def choose(rows: Sequence[ScheduledRow], logits: torch.Tensor, kernels: KernelSe
     Args: rows: those that sample. logits: `[n, vocab]`, of each row its last known token's and its drafts', in order.
     """
     choices: list[TokenChoice] = []
+    logits_row = 0
     for row in rows:
-        last = choices[-1] if choices else None
-        start = last.logits_row + 1 + len(last.draft_token_ids) if last else 0
-        choices.append(TokenChoice(row.request, start, row.request.draft_token_ids[: row.num_drafts]))
+        drafts = row.request.draft_token_ids[: row.num_drafts] if row.num_drafts else ()
+        choices.append(TokenChoice(row.request, logits_row, drafts))
+        logits_row += 1 + row.num_drafts
     active, depth = choices, 0
     while active:
         whole = len(active) == logits.shape[0]
@@ -46,7 +53,9 @@ def choose(rows: Sequence[ScheduledRow], logits: torch.Tensor, kernels: KernelSe
         active = [
             choice
             for choice in active
-            if choice.reason is None and choice.draft_token_ids[depth : depth + 1] == choice.token_ids[depth:]
+            if choice.reason is None
+            and len(choice.draft_token_ids) > depth
+            and choice.draft_token_ids[depth] == choice.token_ids[depth]
         ]
         depth += 1
     return {choice.request.request_id: choice for choice in choices}
@@ -54,38 +63,37 @@ def choose(rows: Sequence[ScheduledRow], logits: torch.Tensor, kernels: KernelSe
 
 def choose_one(choices: Sequence[TokenChoice], logits: torch.Tensor, kernels: KernelSet) -> None:
     """Add one token to each choice from its row of `logits`, and note whether that ends its request."""
-    histories = [choice.request.token_ids + choice.token_ids for choice in choices]
-    params = [choice.request.params for choice in choices]
-    extend(choices, histories, sample(logits, params, histories, kernels.native, kernels.triton))
+    params, histories = [choice.request.params for choice in choices], [choice.history for choice in choices]
+    extend(choices, sample(logits, params, histories, kernels.native, kernels.triton))
 
 
-def extend(choices: Sequence[TokenChoice], histories: Sequence[list[int]], tokens: Sequence[int | Exception]) -> None:
-    """Add its token, or what went wrong, to each choice and to its history of prompt and output."""
-    for choice, history, token in zip(choices, histories, tokens, strict=True):
+def extend(choices: Sequence[TokenChoice], tokens: Sequence[int | Exception]) -> None:
+    """Add its token, or what went wrong, to each choice, and note whether that ends its request."""
+    for choice, token in zip(choices, tokens, strict=True):
         if isinstance(token, Exception):
             choice.reason, choice.error = FinishReason.ERROR, token
             continue
         choice.token_ids.append(token)
-        history.append(token)
         try:
-            choice.reason = end_reason(choice.request, history)
+            choice.reason = end_reason(choice)
         except Exception as error:  # a user's stopping criterion
             choice.reason, choice.error = FinishReason.ERROR, error
 
 
-def end_reason(request: Request, token_ids: list[int]) -> FinishReason | None:
-    """Why the request ends with these tokens (prompt and output), or None if it goes on."""
+def end_reason(choice: TokenChoice) -> FinishReason | None:
+    """Why the request ends with the last token chosen, or None if it goes on."""
+    request = choice.request
     params: SamplingParams = request.params
-    if token_ids[-1] in params.eos_token_ids:
+    if choice.token_ids[-1] in params.eos_token_ids:
         return FinishReason.STOP
-    if params.constraint is not None and not params.eos_token_ids and params.constraint.is_complete(token_ids):
+    if params.constraint is not None and not params.eos_token_ids and params.constraint.is_complete(choice.history):
         return FinishReason.STOP  # there is no token to say so
     if params.stopping_criteria:
-        history = history_tensor(token_ids)
+        history = history_tensor(choice.history)
         kept = params.trace.scores if params.trace is not None else []
         scores = tuple(row.unsqueeze(0) for row in kept) or None
         if any(bool(torch.as_tensor(ends(history, scores)).all()) for ends in params.stopping_criteria):
             return FinishReason.STOP
-    if len(token_ids) >= request.max_num_tokens:
+    if request.num_tokens + len(choice.token_ids) >= request.max_num_tokens:
         return FinishReason.LENGTH
     return None

@@ -314,7 +314,7 @@ class Engine:
         tokens = step.tokens()
         alive = [i for i, row in enumerate(step.rows) if not row.request.is_finished]
         choices = [TokenChoice(step.rows[i].request) for i in alive]
-        extend(choices, [list(choice.request.token_ids) for choice in choices], [tokens[i] for i in alive])
+        extend(choices, [tokens[i] for i in alive])
         for i, choice in zip(alive, choices, strict=True):
             self.scheduler.on_computed(step.rows[i], choice.token_ids)
         return [self._report(choice) for choice in choices]

@@ -66,7 +66,7 @@ class Trace:
             self.logprobs.append(TokenLogprobs(token, float(logprobs[token]), top))
 
 
-@dataclass
+@dataclass(slots=True)
 class SamplingParams:
     """How one request's tokens are chosen, and when they end.
 
@@ -114,27 +114,28 @@ def draw(
 ) -> list[int | Exception]:
     """Draw one place a row from softmax(scores) `[rows, n]` with one uniform number of each row's own generator.
 
-    Args: index: as in `_pairs`.
+    Args: index: `[rows, n]`, what each place stands for; None: itself.
 
     By inversion of the cumulative distribution, summed in fp64: a place of probability 0 is never drawn.
     """
-    return _checked(_drawn(scores, rngs, native, index))
+    return _checked(*_drawn(scores, rngs, native, index))
 
 
 def _drawn(
     scores: torch.Tensor, rngs: Sequence[random.Random], native: NativeKernels | None, index: torch.Tensor | None
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and the values that chose them, `[rows]` each."""
     numbers = [rng.random() for rng in rngs]
     if native is not None:
         drawn = draw_places(native, scores, numbers)
-        return _pairs(drawn.clamp_min(0), torch.where(drawn < 0, torch.nan, 0.0), index)
+        return _tokens_at(drawn.clamp_min(0), index), torch.where(drawn < 0, torch.nan, 0.0)
     cumulative = torch.softmax(scores.double(), dim=-1).cumsum(-1)
     total = cumulative[:, -1:]
     uniform = to_device(numbers, torch.float64, scores.device).unsqueeze(1)
     # `right` steps over places that add nothing; rounding must not step over the last one that adds something.
     target = (uniform * total).clamp(max=total.nextafter(torch.zeros_like(total)))
     places = torch.searchsorted(cumulative, target, right=True)
-    return _pairs(places.squeeze(1), total.squeeze(1), index)
+    return _tokens_at(places.squeeze(1), index), total.squeeze(1)
 
 
 def take_best(
@@ -145,37 +146,36 @@ def take_best(
 ) -> list[int | Exception]:
     """The most likely place, of those that it may take, of every row of `[rows, n]`; of equal ones natively the first.
 
-    Args: scores: fp32 or bf16. index: as in `_pairs`.
+    Args: scores: fp32 or bf16. index: as in `draw`.
     """
-    return _checked(_best(scores, native, masks, index))
+    return _checked(*_best(scores, native, masks, index))
 
 
 def _best(
     scores: torch.Tensor, native: NativeKernels | None, masks: TokenMasks | None, index: torch.Tensor | None
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and the values that chose them, `[rows]` each."""
     if native is not None:
         places, best = best_places(native, scores, masks)
-        return _pairs(places, best, index)
+        return _tokens_at(places, index), best
     if masks is not None:
         rows = [row for row, mask in enumerate(masks.mask_of) if mask >= 0]
         scores = scores.float().clone()
         scores[rows] = masked(scores[rows], masks.bits[[masks.mask_of[row] for row in rows]])
     best, places = scores.max(-1)
-    return _pairs(places, best, index)
+    return _tokens_at(places, index), best
 
 
-def _pairs(places: torch.Tensor, evidence: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
-    """Tokens beside the values that chose them, `[rows, 2]` fp64, so that all comes from the device in one transfer.
-
-    Args: index: `[rows, n]`, what each place stands for; None: itself.
-    """
-    tokens = places if index is None else index.gather(1, places.unsqueeze(1)).squeeze(1)
-    return torch.stack((tokens.double(), evidence.double()), dim=1)
+def _tokens_at(places: torch.Tensor, index: torch.Tensor | None) -> torch.Tensor:
+    return places if index is None else index.gather(1, places.unsqueeze(1)).squeeze(1)
 
 
-def _checked(pairs: torch.Tensor) -> list[int | Exception]:
+def _checked(tokens: torch.Tensor, evidence: torch.Tensor) -> list[int | Exception]:
     """Tokens, or BadLogits where the value that chose one is not finite (NaN anywhere in a row shows in it)."""
-    return tokens_of([int(token) if math.isfinite(value) else -1 for token, value in pairs.tolist()])
+    if not tokens.is_cpu:
+        return tokens_of(_finite(tokens, evidence).tolist())  # in one transfer
+    chosen = zip(tokens.tolist(), evidence.tolist(), strict=True)
+    return tokens_of([token if math.isfinite(value) else -1 for token, value in chosen])
 
 
 def tokens_of(chosen: Sequence[int]) -> list[int | Exception]:
@@ -234,6 +234,8 @@ def _sample(
         tokens = _process_and_choose(logits, params, histories, masks, native)
     else:
         tokens = take_best(logits, native, masks)
+    if masks is None:
+        return tokens
     for i, p in enumerate(params):
         if p.constraint is not None and isinstance(tokens[i], BadLogits):
             tokens[i] = BadLogits("structured: the grammar and the other options leave no token with a finite logit")
@@ -310,7 +312,7 @@ def choose_on_device(
     if triton is not None:
         return _choose_by(triton, logits, params)
     if not any(p.do_sample or p.processors for p in params):
-        return _finite(_best(logits, None, None, None))
+        return _finite(*_best(logits, None, None, None))
     groups: dict[object, list[int]] = {}
     for i, p in enumerate(params):
         groups.setdefault((signature(p.processors), p.do_sample), []).append(i)
@@ -319,11 +321,11 @@ def choose_on_device(
         members, index = [params[i] for i in rows], to_device(rows, torch.long, logits.device)
         scores = process_rows([p.processors for p in members], [()] * len(rows), logits[index].float()).values
         rngs = [p.rng for p in members]
-        tokens[index] = _finite(
-            _drawn(scores, rngs, None, None) if members[0].do_sample else _best(scores, None, None, None)
-        )
+        drawn = members[0].do_sample
+        tokens[index] = _finite(*(_drawn(scores, rngs, None, None) if drawn else _best(scores, None, None, None)))
     return tokens
 
 
-def _finite(pairs: torch.Tensor) -> torch.Tensor:
-    return torch.where(pairs[:, 1].isfinite(), pairs[:, 0].long(), -1)
+def _finite(tokens: torch.Tensor, evidence: torch.Tensor) -> torch.Tensor:
+    """Tokens, and -1 where the value that chose one is not finite."""
+    return torch.where(evidence.isfinite(), tokens, -1)
