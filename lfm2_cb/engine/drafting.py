@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from transformers.utils import logging
 
 from ..scheduling.request import Request
-from .constraints import GrammarError
+from .constraints import Constraint, GrammarError
 
 logger = logging.get_logger("transformers.lfm2_cb")
 
@@ -178,7 +178,8 @@ class Speculation:
 
     def draft(self, running: Sequence[Request]) -> None:
         """Give guesses to the running requests that decode next."""
-        decoding = [r for r in running if r.num_tokens - r.num_computed_tokens == 1]
+        may_guess = [r for r in running if r.draft_tracker is not None or _constraint(r) is not None]
+        decoding = [r for r in may_guess if r.num_tokens - r.num_computed_tokens == 1]
         self._forced = {r.request_id for r in decoding if _draft_forced(r)}
         ready = [r for r in decoding if r.draft_tracker is not None and r.request_id not in self._forced]
         if not ready:
@@ -276,10 +277,14 @@ class Speculation:
             request.draft_tracker.drafter.forget(request)
 
 
+def _constraint(request: Request) -> Constraint | None:
+    return getattr(request.params, "constraint", None)
+
+
 def _draft_forced(request: Request) -> bool:
     """Let tokens that a grammar leaves no choice about be verified in one step. Nothing is lost by that: each would be
     computed anyway, in a step of its own."""
-    constraint = getattr(request.params, "constraint", None)
+    constraint = _constraint(request)
     limit = request.max_num_tokens - request.num_tokens - 1
     if constraint is None or limit < 1:
         return False

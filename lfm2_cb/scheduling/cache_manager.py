@@ -107,9 +107,10 @@ class CacheManager:
 
     def commit(self, request: Request) -> None:
         """Make the whole blocks that the request has computed known to others. Call after each step."""
-        if not self._caches(request):
+        num_whole = request.num_computed_tokens // self.block_size
+        if num_whole <= request.num_hashed_blocks or not self._caches(request):
             return
-        for i in range(request.num_hashed_blocks, request.num_computed_tokens // self.block_size):
+        for i in range(request.num_hashed_blocks, num_whole):
             tokens = tuple(request.token_ids[i * self.block_size : (i + 1) * self.block_size])
             block = self.pool.register(request.block_table[i], request.last_content_id, tokens, ready=True)
             request.last_content_id = block.content_id

@@ -47,7 +47,7 @@ def root_content_id(sparse_prefill: float | None, adapter: Adapter | None) -> Co
     return how + (() if adapter is None else ("adapter", adapter.adapter_id)) or ROOT
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Request:
     """What the scheduler and the cache manager know of one sequence.
 

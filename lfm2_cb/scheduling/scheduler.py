@@ -135,11 +135,10 @@ class Scheduler:
         for i, request in enumerate(decodes):
             if request.status is not RequestStatus.RUNNING:
                 continue  # it has just given way to another
-            spare = budget - (len(decodes) - i)  # tokens beyond one for everybody
-            # Forks start from exactly the prompt, so nothing may be guessed beyond it in the step that completes it.
-            num_drafts = 0 if request.forks else min(len(request.draft_token_ids), spare)
-            if num_drafts and not self.cache.append(request, 1 + num_drafts):
-                num_drafts = 0  # a guess is not worth anyone's place
+            num_drafts = 0
+            if request.draft_token_ids:
+                spare = budget - (len(decodes) - i)  # tokens beyond one for everybody
+                num_drafts = self._fitting_drafts(request, spare)
             while not self.cache.append(request, 1):
                 victim = self.running[-1]
                 self.preempt(victim)
@@ -147,10 +146,18 @@ class Scheduler:
                 if victim is request:
                     break
             else:
-                del request.draft_token_ids[num_drafts:]
                 rows.append(self._row(request, 1 + num_drafts, num_drafts))
-                budget -= rows[-1].num_tokens
+                budget -= 1 + num_drafts
         return rows, preempted
+
+    def _fitting_drafts(self, request: Request, spare: int) -> int:
+        """How many of a request's guesses there is room for, in the step and in the cache; it keeps no others."""
+        # Forks start from exactly the prompt, so nothing may be guessed beyond it in the step that completes it.
+        num_drafts = 0 if request.forks else min(len(request.draft_token_ids), spare)
+        if num_drafts and not self.cache.append(request, 1 + num_drafts):
+            num_drafts = 0  # a guess is not worth anyone's place
+        del request.draft_token_ids[num_drafts:]
+        return num_drafts
 
     def _admit(self, rows: list[ScheduledRow], budget: int) -> None:
         """Let waiting requests in while tokens, sequences and memory last."""
@@ -227,7 +234,8 @@ class Scheduler:
         """
         request = row.request
         request.num_computed_tokens = row.start + row.num_tokens
-        request.draft_token_ids = []
+        if request.draft_token_ids:
+            request.draft_token_ids = []
         request.token_ids.extend(new_token_ids)
         if row.num_drafts:
             self.cache.roll_back(request, request.num_tokens - 1)
