@@ -9,7 +9,7 @@ import torch
 from transformers.utils import logging
 
 from ..adapters.pool import AdaptedKernels, AdapterPool
-from ..model.decode_batch import DecodeBatch
+from ..model.decode_batch import BlockTables, DecodeBatch
 from ..model.hybrid_cache import HybridCache
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
@@ -65,6 +65,7 @@ class CapturedSteps:
         self._model, self._cache, self._kernels, self._compute = model, cache, kernels, compute
         self._arena, self._adapters = arena, adapters
         self._graphs: dict[GraphKey, tuple[DecodeBatch, CapturedGraph]] = {}
+        self._tables = BlockTables(cache.plan.num_slots, 0)
         self._guard = CaptureGuard(model)
         has_tiles = kernels.native is not None and kernels.native.isa == "amx" and model.dtype == torch.bfloat16
         self.rows_together = ROWS_TOGETHER if has_tiles else 1
@@ -92,18 +93,27 @@ class CapturedSteps:
         key = GraphKey(self._num_rows(len(rows)), torch.get_num_threads(), bool(shared), adapted)
         if not self._can_capture(key.sharing) or (adapted and self._have_own_heads(places)):
             return None
+        self._make_room(rows)
         batch, graph = self._graphs.get(key, (None, None))
-        if batch is None or graph is None or not batch.holds(rows):
+        if batch is None or graph is None:
             return self._capture(key, rows, shared)[: len(rows)]
         batch.fill(rows, shared)
         if isinstance(batch.kernels, AdaptedKernels):
             batch.kernels.put(places)
         self._embed(batch)
-        return graph.replay()[: len(rows)]
+        logits = graph.replay()
+        return logits if len(rows) == key.num_rows else logits[: len(rows)]
 
     def _num_rows(self, count: int) -> int:
         """Rows of the graph that runs so many."""
         return count if count < self.rows_together else -(-count // self.rows_together) * self.rows_together
+
+    def _make_room(self, rows: Sequence[Row]) -> None:
+        """For the longest, in the tables that all graphs read."""
+        longest = max([row.start for row in rows]) // self._cache.plan.block_size + 1
+        if longest > self._tables.width:
+            self._graphs.clear()
+            self._tables = BlockTables(self._cache.plan.num_slots, 2 * longest)
 
     def _have_own_heads(self, places: Sequence[int]) -> bool:
         assert self._adapters is not None
@@ -116,14 +126,13 @@ class CapturedSteps:
         kernels = self._kernels
         if self._adapters is not None:
             kernels = self._adapters.kernels_for(kernels, rows, key.num_rows)
-        longest = max(row.start // self._cache.plan.block_size + 1 for row in rows)
         batch = DecodeBatch(
             rows,
             self._cache,
             self._model.config.conv_L_cache,
             kernels,
             num_rows=key.num_rows,
-            max_blocks=2 * longest,
+            tables=self._tables,
             inputs_embeds=torch.empty(key.num_rows, self._model.config.hidden_size, dtype=self._model.dtype),
             shared=shared,
         )
