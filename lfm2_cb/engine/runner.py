@@ -99,9 +99,11 @@ class ModelRunner:
         shared = shared_prefixes(scheduled, self.cache.plan.block_size) if self.cascade else []
         rows = [self._row(row) for row in scheduled]
         for i, row in enumerate(scheduled):
+            if (reuse := row.request.reuse) is None:
+                continue  # it has no gaps, and so one row
             rows[i].keeps_state = i + 1 == len(scheduled) or scheduled[i + 1].request is not row.request
-            if row.request.reuse is not None and row.start == row.request.reuse.first:
-                row.request.reuse.fill(self.cache, row.request.block_table)
+            if row.start == reuse.first:
+                reuse.fill(self.cache, row.request.block_table)
         return self.forward(rows, shared)
 
     @torch.inference_mode()
@@ -176,9 +178,11 @@ class ModelRunner:
     @staticmethod
     def _row(row: ScheduledRow) -> Row:
         request = row.request
-        known = request.token_ids[row.start : row.start + row.num_tokens - row.num_drafts]
+        token_ids = request.token_ids[row.start : row.start + row.num_tokens - row.num_drafts]
+        if row.num_drafts:
+            token_ids += request.draft_token_ids[: row.num_drafts]
         return Row(
-            known + request.draft_token_ids[: row.num_drafts],
+            token_ids,
             row.start,
             request.block_table,
             request.state_slot,  # type: ignore[arg-type]  # a scheduled request has one
@@ -192,7 +196,8 @@ class ModelRunner:
 
 def _sparse(row: ScheduledRow) -> SparsePrefill | None:
     """How a chunk of a prompt attends, where that is sparsely. From the prompt's last token on all is exact."""
-    share, last = row.request.sparse_prefill, row.request.num_prompt_tokens - 1
-    if share is None or row.num_tokens == 1 or row.start >= last:
+    share = row.request.sparse_prefill
+    if share is None or row.num_tokens == 1:
         return None
-    return SparsePrefill(share, last)
+    last = row.request.num_prompt_tokens - 1
+    return SparsePrefill(share, last) if row.start < last else None

@@ -19,9 +19,10 @@ def shared_prefixes(rows: Sequence[ScheduledRow], block_size: int) -> list[tuple
     used one level deep.
     """
     may_share = [i for i, row in enumerate(rows) if row.start >= block_size and row.request.sparse_prefill is None]
-    first = Counter(rows[i].request.block_table[0] for i in may_share)
-    if not first or max(first.values()) < 2:
+    first_blocks = [rows[i].request.block_table[0] for i in may_share]
+    if len(set(first_blocks)) == len(first_blocks):
         return []
+    first = Counter(first_blocks)
     members = [i for i in may_share if first[rows[i].request.block_table[0]] > 1]
     tables = [[*rows[i].request.block_table[: rows[i].start // block_size], 0] for i in members]  # 0: never shared
     root = build_prefix_tree(tables, block_size=1)

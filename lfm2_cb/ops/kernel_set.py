@@ -114,6 +114,8 @@ class KernelSet:
         """`module(ids)` of an embedding into out `[tokens, size]`. ids: int64 `[tokens]`, which must be in range."""
         if self.native is not None and is_plain(module, QuantizedEmbedding.forward):
             native_rows_int8(self.native, module.weights, ids, out)  # type: ignore[arg-type]
+        elif is_plain(module, nn.Embedding.forward) and module.max_norm is None:
+            torch.index_select(module.weight, 0, ids, out=out)  # type: ignore[call-overload]
         else:
             out.copy_(module(ids))
 

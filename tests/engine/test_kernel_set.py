@@ -13,6 +13,7 @@ from torch.utils.cpp_extension import get_cxx_compiler
 
 from lfm2_cb import ContinuousBatchingGenerator
 from lfm2_cb.model.quantization import quantize
+from lfm2_cb.ops.kernel_set import REFERENCE
 from lfm2_cb.ops.native import NativeKernels
 
 pytestmark = pytest.mark.skipif(shutil.which(get_cxx_compiler()) is None, reason="no C++ compiler")
@@ -98,3 +99,12 @@ def test_any_linear_may_be_wrapped(kernels):
     with torch.no_grad():
         ids = torch.tensor([prompts[0]])
         torch.testing.assert_close(model(ids).logits, stock(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_an_embedding_that_scales_its_rows_is_asked_itself():
+    rows, ids = torch.empty(2, 4), torch.tensor([1, 3])
+    for module in (nn.Embedding(5, 4), nn.Embedding(5, 4, max_norm=0.1)):
+        with torch.inference_mode():
+            REFERENCE.embed(module, ids, rows)
+        assert torch.equal(rows, module(ids))
+    assert rows.norm(dim=1).max() < 0.11
