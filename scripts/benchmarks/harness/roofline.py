@@ -41,25 +41,48 @@ class Step:
     blocks: int
 
 
+@dataclass(frozen=True)
+class NotedRows:
+    """The rows of a step, as they were noted before it ran.
+
+    Attributes: tables: each row's block ids, of which the first are those that it reads: a request's own list, as it
+        only grows behind these (but for rows with drafts, which may be taken back).
+    """
+
+    starts: list[int]
+    num_tokens: list[int]
+    heads: int
+    tables: list[list[int]]
+
+    def as_step(self, block_size: int) -> Step:
+        read: set[int] = set()
+        pairs = 0
+        for start, count, table in zip(self.starts, self.num_tokens, self.tables, strict=True):
+            pairs += count * start + count * (count + 1) // 2
+            read.update(table[: -(-(start + count) // block_size)])
+        return Step(sum(self.num_tokens), self.heads, pairs, len(read))
+
+
 @contextmanager
 def steps_of(engine: Engine) -> Iterator[list[Step]]:
-    """Within, note every step of the engine. A few microseconds each."""
+    """Within, note every step of the engine: the list has them at the end. Some 0.1 ms for 256 rows."""
     steps: list[Step] = []
-    run, size = engine.runner.run, engine.config.block_size
+    noted: list[NotedRows] = []
+    run = engine.runner.run
 
-    def noted(rows):
-        tokens = sum(row.num_tokens for row in rows)
-        heads = sum(1 + row.num_drafts for row in rows if row.samples)
-        pairs = sum(row.num_tokens * row.start + row.num_tokens * (row.num_tokens + 1) // 2 for row in rows)
-        read = {block for row in rows for block in row.request.block_table[: -(-(row.start + row.num_tokens) // size)]}
-        steps.append(Step(tokens, heads, pairs, len(read)))
+    def noting(rows):
+        starts, num_tokens = [row.start for row in rows], [row.num_tokens for row in rows]
+        heads = sum([1 + row.num_drafts for row in rows if row.samples])
+        tables = [row.request.block_table[:] if row.num_drafts else row.request.block_table for row in rows]
+        noted.append(NotedRows(starts, num_tokens, heads, tables))
         return run(rows)
 
-    engine.runner.run = noted  # type: ignore[method-assign]
+    engine.runner.run = noting  # type: ignore[method-assign]
     try:
         yield steps
     finally:
         del engine.runner.run
+        steps += [rows.as_step(engine.config.block_size) for rows in noted]
 
 
 @functools.cache
