@@ -316,6 +316,18 @@ def test_zeros_and_tiny_inputs(kernels):
         assert (native_linear(kernels, x, weights).abs() <= 1e-30).all()
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_largest_input_sets_the_scale_wherever_it_is(dtype, kernels):
+    """Within the vectors that it is looked for by and behind the last whole one; the others are rounded to 0."""
+    for width in range(1, 68):
+        x = torch.full((width, width), 0.01) + torch.eye(width) * 5
+        weights = Int8Weights.quantize(torch.randn(3, width))
+        expected = 5.01 * weights.dequantize(width, torch.float32).T
+        out = native_linear(kernels, x.to(dtype), weights).float()
+        torch.testing.assert_close(out, expected, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=0)
+
+
 # Layers
 
 
