@@ -22,7 +22,7 @@ from .linear.int8 import native_rows_int8
 from .linear.quantized import QuantizedEmbedding, QuantizedLinear, fused_swiglu, quantized_linear
 from .linear.table import DENSE, SWIGLU_TABLE, Product, products
 from .native import NativeKernels, resolve_kernels
-from .pointwise import RMSNorm, add, add_rms_norm, norm_rotate, rms_norm, rotary, rotate, swiglu
+from .pointwise import RMSNorm, add, add_rms_norm, gather_rows, norm_rotate, rms_norm, rotary, rotate, swiglu
 from .short_conv import gated_short_conv
 from .triton import resolve_triton
 
@@ -114,8 +114,8 @@ class KernelSet:
         """`module(ids)` of an embedding into out `[tokens, size]`. ids: int64 `[tokens]`, which must be in range."""
         if self.native is not None and is_plain(module, QuantizedEmbedding.forward):
             native_rows_int8(self.native, module.weights, ids, out)  # type: ignore[arg-type]
-        elif is_plain(module, nn.Embedding.forward) and module.max_norm is None:
-            torch.index_select(module.weight, 0, ids, out=out)  # type: ignore[call-overload]
+        elif _is_table(module) and module.weight.dtype == out.dtype:
+            gather_rows(module.weight, ids, out, self.native)  # type: ignore[arg-type]
         else:
             out.copy_(module(ids))
 
@@ -276,6 +276,12 @@ def _kernel_for(
             if rows <= most:
                 return kernel
     return None
+
+
+def _is_table(module: nn.Module) -> bool:
+    """Whether an embedding does nothing but look up rows of a contiguous matrix."""
+    plain = is_plain(module, nn.Embedding.forward) and module.max_norm is None
+    return plain and module.weight.is_contiguous()  # type: ignore[union-attr, operator]
 
 
 def _norm_weight(module: nn.Module) -> torch.Tensor | None:

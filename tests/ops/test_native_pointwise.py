@@ -4,9 +4,11 @@ import shutil
 
 import pytest
 import torch
+from torch import nn
 
 from lfm2_cb.ops.attention.kv_blocks import write_rows
-from lfm2_cb.ops.pointwise import add, add_rms_norm, norm_rotate, rms_norm, rotary, rotate_alike, swiglu
+from lfm2_cb.ops.kernel_set import KernelSet
+from lfm2_cb.ops.pointwise import add, add_rms_norm, gather_rows, norm_rotate, rms_norm, rotary, rotate_alike, swiglu
 from lfm2_cb.ops.short_conv import gated_short_conv
 
 pytestmark = pytest.mark.skipif(
@@ -102,6 +104,41 @@ def test_rows_written_to_blocks(kernels, dtype, tokens):
     assert torch.equal(got, expected)
     write_rows(got, slots, 2 * rows.transpose(1, 2).contiguous().transpose(1, 2), kernels)
     assert torch.equal(got, 2 * expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [1, 7, 1024])
+@pytest.mark.parametrize("rows", [0, 1, 300])
+def test_gather_rows(kernels, dtype, size, rows):
+    table, ids, out = torch.randn(50, size).to(dtype), torch.randint(50, (rows,)), torch.empty(rows, size, dtype=dtype)
+    gather_rows(table, ids, out, kernels)
+    assert torch.equal(out, table[ids])
+    gather_rows(table, ids.flip(0), out)
+    assert torch.equal(out, table[ids.flip(0)])
+
+
+def test_an_embedding_that_does_more_than_look_up_is_called(kernels):
+    class Doubled(nn.Embedding):
+        def forward(self, ids):
+            return 2 * super().forward(ids)
+
+    hooked, patched, turned = (nn.Embedding(9, 4) for _ in range(3))
+    hooked.register_forward_hook(lambda module, args, output: output + 1)
+    patched.forward = lambda ids: torch.ones(len(ids), 4)
+    turned.weight = nn.Parameter(torch.randn(4, 9).T)
+    ids = torch.tensor([3, 0, 8])
+    for module in (
+        nn.Embedding(9, 4, max_norm=0.5),
+        Doubled(9, 4),
+        hooked,
+        patched,
+        turned,
+        nn.Embedding(9, 4).double(),
+    ):
+        out = torch.empty(3, 4)
+        with torch.no_grad():
+            KernelSet(kernels).embed(module, ids, out)
+            assert torch.equal(out, module(ids).float())
 
 
 @DTYPES

@@ -193,6 +193,13 @@ void short_conv(const T* bcx, const int64_t* taps, const T* weight, const T* bia
 
 }  // namespace
 
+// out [rows], of so many bytes each: the table's rows whose numbers `ids` has
+KERNEL(gather_rows)(const char* table, const int64_t* ids, char* out, int64_t rows, int64_t bytes, int64_t num_threads) {
+    parallel_for(rows, threads_for(rows * bytes, num_threads),
+                 [=](int64_t i) { memcpy(out + i * bytes, table + ids[i] * bytes, bytes); });
+}
+REPLAYABLE(gather_rows)
+
 // x, out [tokens, dim]; weight [dim]. With `residual` [tokens, dim], not null: total = x + residual is normed. As in the
 // stock model, the normed values are rounded to the dtype before they are scaled.
 KERNEL(rms_norm)(const void* x, const void* residual, const void* weight, void* total, void* out, int64_t tokens,
