@@ -119,6 +119,16 @@ def test_of_a_list_that_fits_the_longest_answers_begin_first(policy, blocks, ord
     assert ended == order
 
 
+def test_by_adapter_keeps_the_order_of_a_list_that_fits():
+    scheduler = make(make_policy("by_adapter"), blocks=1000, max_sequences=1)
+    scheduler.add_all([unlike(i, new=new) for i, new in enumerate((3, 9, 2, 9))])
+    ended = []
+    while scheduler.has_unfinished:
+        first = step(scheduler)[0].request
+        ended += [first.request_id] if first.is_finished else []
+    assert ended == [0, 1, 2, 3]
+
+
 def shared_list(rng, groups=8, sharers=6, prefix=24, tail=(1, 9), new=(2, 20)):
     requests = []
     for g in range(groups):

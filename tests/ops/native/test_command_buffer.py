@@ -10,6 +10,13 @@ from lfm2_cb.ops.native import Arena, CommandBuffer, NativeKernels, lend
 from lfm2_cb.ops.pointwise import add, swiglu
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["", "inference mode"])
+def mode(request):
+    """In inference mode torch hands compound operations over whole."""
+    with torch.inference_mode(request.param):
+        yield
+
+
 @pytest.fixture
 def made(kernels, monkeypatch):
     """Of each time that calls were made from C: how many."""
