@@ -7,6 +7,7 @@ import json
 import re
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -207,7 +208,9 @@ def test_a_peer_that_answers_too_short_or_ends(fake_peer):
         peers.Peer(name, python, options | {"threads": 0})
     peer = peers.Peer(name, python, options)
     try:
-        assert peer.run([([1], 4)]).num_output_tokens == 4 and peer.peak_rss_mb() > 1
+        for _ in range(2):
+            assert _state(peer.pid) == "T"  # stopped
+            assert peer.run([([1], 4)]).num_output_tokens == 4 and peer.peak_rss_mb() > 1
         with pytest.raises(RuntimeError, match="answers of"):
             peer.run([([99], 4)])
         with pytest.raises(peers.PeerFailed):
@@ -215,6 +218,16 @@ def test_a_peer_that_answers_too_short_or_ends(fake_peer):
     finally:
         peer.close()
     assert peers.known_peers() == ["fake"]
+
+
+def _state(pid):
+    """Of a process, once it has taken up what it was sent."""
+    for _ in range(100):
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        if state == "T":
+            break
+        time.sleep(0.05)
+    return state
 
 
 def test_the_runners_that_ship():

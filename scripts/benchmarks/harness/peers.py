@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -24,7 +26,8 @@ class PeerFailed(RuntimeError):
 
 
 class Peer:
-    """A peer's process. Between two runs it waits for its input and so takes no processor time.
+    """A peer's process, stopped between two runs: one that waits for its input may still poll (vLLM does, a thousand
+    times a second), in the way of whoever runs.
 
     Args: python: of the environment that the peer is installed in. options: as ../peers/common.py has them.
     Attributes: facts: what the peer says about itself, and "start_seconds".
@@ -36,25 +39,38 @@ class Peer:
         if not runner.is_file():
             raise ValueError(f"--peer {name}: the peers are {', '.join(known_peers())}")
         self.name, start = name, time.perf_counter()
+        # A group of its own is stopped with all that it starts; the system ends a stopped one whose parent is gone.
         self._process = subprocess.Popen(
-            [python, str(runner), json.dumps(options)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [python, str(runner), json.dumps(options)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
         )
         self.facts: dict[str, Any] = self._answer()["ready"] | {"start_seconds": time.perf_counter() - start}
+        self._signal(signal.SIGSTOP)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def run(self, workload: Workload) -> Reading:
         """Raises: PeerFailed; RuntimeError: answers of wrong lengths."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         with contextlib.suppress(BrokenPipeError):  # its end shows in that it does not answer
             print(json.dumps(workload), file=self._process.stdin, flush=True)
         answer = self._answer()
+        self._signal(signal.SIGSTOP)
         return reading(workload, answer["seconds"], answer["times"])
 
     def peak_rss_mb(self) -> float | None:
         """Of this one process, so far. None where the system does not say."""
-        return peak_rss_mb(self._process.pid)
+        return peak_rss_mb(self.pid)
 
     def close(self) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.close()
         try:
             self._process.wait(30)
@@ -62,6 +78,10 @@ class Peer:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.killpg(self.pid, number)
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None
