@@ -211,6 +211,7 @@ def test_a_peer_that_answers_too_short_or_ends(fake_peer):
         for _ in range(2):
             assert _state(peer.pid) == "T"  # stopped
             assert peer.run([([1], 4)]).num_output_tokens == 4 and peer.peak_rss_mb() > 1
+        assert peers.Peer(name, python, options).close() == 0  # not killed
         with pytest.raises(RuntimeError, match="answers of"):
             peer.run([([99], 4)])
         with pytest.raises(peers.PeerFailed):

@@ -68,7 +68,8 @@ class Peer:
         """Of this one process, so far. None where the system does not say."""
         return peak_rss_mb(self.pid)
 
-    def close(self) -> None:
+    def close(self) -> int:
+        """Returns: its exit status."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._signal(signal.SIGCONT)
         self._process.stdin.close()
@@ -78,6 +79,7 @@ class Peer:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
+        return self._process.returncode
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):  # it has ended
