@@ -9,8 +9,8 @@ namespace {
 inline vec silu(vec x, float) { return x / (1.0f + exponential(-x)); }
 
 #if defined(__AVX512F__)
-// To be rounded to bf16: e^-x as a power of 2, to 3 millionths, and a reciprocal in place of the quotient. (The bound keeps
-// it finite; beyond it the result is too small for its rounding to matter.)
+// To be rounded to bf16: e^-x as a power of 2, to 3 millionths, and a reciprocal in place of the quotient. (The bound
+// keeps it finite; beyond it the result is too small for its rounding to matter.)
 inline vec silu(vec x, bf16) {
     const vec power = -maximum(fill(-120.0f), x * 1.44269504f);
     vec r, exponential, reciprocal;

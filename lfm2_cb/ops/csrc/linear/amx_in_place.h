@@ -9,12 +9,13 @@
 // the next, line by line, however many tokens there are, and makes results of the sums before. Where x is more than
 // the second-level cache holds, the steps are taken in chunks, between which sums are kept as tiles.
 //
-// (Measured on one core of a Xeon with AMX, the linears of a 350M step, ms of thread CPU time. Keeping half of a panel
-// in the first-level cache and streaming the rest takes 3 to 10 % less from 64 rows on. The next panel asked for as
-// one run of memory, as 2, 4, 8 and 16 side by side: 64 rows 59, 58, 50, 49 and 47; 128 rows 84, 78, 74, 74 and 75; by
-// two cores 16 runs are slower at 16 rows. Results made while the next group is multiplied: 256 rows 151 before, 120
-// so; for up to 64 rows they are made at once, as there is time while memory is waited for: 32 rows 42 and not 45.
-// Chunks, products of 4,608 inputs: 256 rows 53 without, 40 with them, 36 when the next chunk of x is asked for;
+// (Measured on a Xeon with AMX, the linears of a 350M step but the head, ms. By two cores, from huge pages: the next
+// panel asked for in 2, 4, 8 and 16 runs of memory side by side, 32 rows 22.4, 20.7, 20.0 and 20.3; 64 rows 26.9, 24.5,
+// 24.0 and 24.1; 128 rows 36.2, 36.1, 35.1 and 36.8. By one core, from pages of 4 KB, where memory takes longer: keeping
+// half of a panel in the first-level cache and streaming the rest takes 3 to 10 % less from 64 rows on. Results made
+// while the next group is multiplied: 256 rows 151 before, 120 so; for up to 64 rows they are made at once, as there is
+// time while memory is waited for: 32 rows 42 and not 45. Chunks, products of 4,608 inputs: 256 rows 53 without, 40 with
+// them, 36 when the next chunk of x is asked for;
 // chunks of 400 to 800 tiles are within 4 %.)
 #pragma once
 
@@ -154,8 +155,8 @@ struct Beside {
 };
 
 // Tiles of sums, two of outputs by TOKENS of 16 tokens, 0 and 1 of the first outputs: += the panel by tiles of x.
-// All four are loaded before any is multiplied, those of x first. (Each loaded just before its use, SwiGLU of 128 and 256
-// rows took 3 to 5 % longer on one core.)
+// All four are loaded before any is multiplied, those of x first. (Each loaded just before its use, SwiGLU of 128 and
+// 256 rows took 3 to 5 % longer on one core.)
 template <int TOKENS, bool IN_CHUNKS, class Epilogue>
 inline void multiply(Tiles& tiles, const Panel& panel, const char* x, const char* others, int64_t awake,
                      Beside<Epilogue>& beside) {
