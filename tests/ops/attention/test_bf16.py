@@ -132,6 +132,22 @@ def test_a_result_depends_neither_on_batch_mates_nor_on_threads(kernels, cache):
 
 
 @pytest.mark.parametrize("cache", [torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize(("kv_heads", "sequences"), [(3, 5), (8, 9), (12, 16)])
+def test_heads_taken_together_are_as_apart(kernels, cache, kv_heads, sequences):
+    """With many sequences a task has several kv heads: of 12, 8 and 4."""
+    torch.set_num_threads(1)
+    num_keys = [1100, *(random.Random(i).randint(1, 150) for i in range(sequences - 1))]
+    make = Case if cache == torch.bfloat16 else Int8Case
+    shape = {"dim": 64, "group": 2 if kv_heads > 8 else 8, "size": 64, "kv_heads": kv_heads}
+    case = make(7, torch.bfloat16, num_keys, [1] * sequences, **shape)
+    together = attend(case, kernels)
+    assert error(together, case) <= 1.03 * error(by_sdpa(case), case)
+    for i, (n, table) in enumerate(zip(case.kv_lens, case.tables, strict=True)):
+        alone = PackedSequences(kernels, [0, 1], [n], [table])
+        assert torch.equal(alone.attend(case.q[i : i + 1], case.keys, case.values, case.scaling)[0], together[i])
+
+
+@pytest.mark.parametrize("cache", [torch.bfloat16, torch.int8], ids=str)
 def test_with_keys_left_out_there_is_a_denominator_too(kernels, cache):
     case = make_case(6, [1500, 300, 49], [1, 1, 1], cache, group=3)
     first_keys = [1024 // case.keys.shape[2] * case.keys.shape[2], 0, 48]

@@ -1,12 +1,16 @@
 // Attention of one query a sequence over a paged cache, by products of pairs of bf16 or of fours of bytes.
 //
-// Decoding is reading the cache once, so all is arranged about that. An item is a sequence, a kv head and a span of
-// its keys; the heads that share the kv head go two by two over 64 keys, which the first-level cache holds. Scores are
-// a row times the query, and sums of sixteen rows by transposing; values are rows interleaved, times their weights,
-// whose order of dims is set right at the end. While keys are multiplied the values beside them are fetched, and
-// while values are, the next keys, also those of the next item: about 8 KB ahead was the best of what was tried (64
-// sequences of about 150 keys, 6 layers, on one core of an Intel Xeon with AMX: 19.8 ms without, 15.2 with). Spans
-// are merged in their order, so a result depends on the sequence alone, not on the number of threads.
+// Decoding is reading the cache once, so all is arranged about that. An item is a sequence, some kv heads and a span of
+// its keys, of which 64 at a time are taken for one kv head after another, as they lie in a block. Where there are
+// sequences enough an item has all kv heads, so that whole blocks are read in the order of memory (95 sequences of
+// about 200 keys, 6 layers, two cores of an Intel Xeon with AMX: 9.7 ms by a kv head at a time, 8.8 so).
+//
+// The heads that share a kv head go two by two over the 64 keys, which the first-level cache holds. Scores are a row
+// times the query, and sums of sixteen rows by transposing; values are rows interleaved, times their weights, whose
+// order of dims is set right at the end. While keys are multiplied the values beside them are fetched, and while values
+// are, the next keys, also those of the next item: about 8 KB ahead was the best of what was tried (the same: 12.1 ms
+// without; 7.9 with, but nothing computed). Spans are merged in their order, and heads know nothing of each other, so a
+// result depends on the sequence alone, not on the number of threads.
 #if defined(__AVX512BF16__) || defined(EMULATED) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #include "attention/decode_bf16.h"
 #include "attention/decode_int8.h"
@@ -14,15 +18,18 @@
 
 namespace {
 
-constexpr int SPAN = 16 * KEYS;  // keys of an item
-constexpr int MOST_HEADS = 8;    // that share a kv head
+constexpr int SPAN = 16 * KEYS;   // keys of an item
+constexpr int MOST_HEADS = 8;     // that share a kv head
+constexpr int MOST_KV_HEADS = 8;  // of an item
+constexpr int ITEMS = 8;          // a thread, where there are so many: for equal shares
 
 struct Item {
-    int32_t sequence, head, span;
-    int64_t partial;  // the first of `group` partial states that are its own; -1: it is the whole result
+    int32_t sequence, first_head, num_heads, span;  // heads: of keys and values
+    int64_t partial;  // the first of its own partial states, one for each of its queries; -1: it is the whole result
 };
 
 struct Problem : Attention {
+    int64_t num_queries(const Item& item) const { return item.num_heads * group; }
     // The span's first keys, of which `end` is set.
     int64_t first_key(const Item& item, int64_t& end) const {
         const Sequence& s = sequences[item.sequence];
@@ -30,10 +37,16 @@ struct Problem : Attention {
         end = min(first + SPAN, s.num_keys);
         return first;
     }
-    KeyTile locate(const Item& item, int64_t first, int64_t end) const {
+    // Keys of the item's i-th head.
+    KeyTile locate(const Item& item, int64_t i, int64_t first, int64_t end) const {
         KeyTile tile;
-        tile.locate(*this, sequences[item.sequence], item.head, first, end);
+        tile.locate(*this, sequences[item.sequence], item.first_head + i, first, end);
         return tile;
+    }
+    KeyTile first_tile(const Item& item) const {
+        int64_t end;
+        const int64_t first = first_key(item, end);
+        return locate(item, 0, first, end);
     }
 };
 
@@ -74,30 +87,38 @@ inline void process_tile(
             prefetch_line<2>(p.key_scales + next->rows[g]), prefetch_line<2>(p.value_scales + next->rows[g]);
 }
 
+// A tile of keys for the `group` queries of its head.
+template <int DIM, class C>
+void process_head(
+    const Problem& p, const Query<DIM, C>* q, const KeyTile& tile, const KeyTile& next, State<DIM>* states) {
+    for (int h = 0; h < p.group; h += 2) {
+        const KeyTile* ahead = h ? nullptr : &next;
+        h + 1 < p.group ? process_tile<DIM, 2>(p, q + h, tile, ahead, states + h)
+                        : process_tile<DIM, 1>(p, q + h, tile, ahead, states + h);
+    }
+}
+
 template <int DIM, class C>
 void attend(const Problem& p, const Item& item, const Item* next_item, State<DIM>* states) {
     const Sequence& s = p.sequences[item.sequence];
-    Query<DIM, C> q[MOST_HEADS];
-    for (int h = 0; h < p.group; h++) {
-        q[h].set(p.q + s.first_query * p.q_stride + (item.head * p.group + h) * DIM);
+    Query<DIM, C> q[MOST_HEADS * MOST_KV_HEADS];
+    for (int h = 0; h < p.num_queries(item); h++) {
+        q[h].set(p.q + s.first_query * p.q_stride + (item.first_head * p.group + h) * DIM);
         states[h].clear();
     }
-    int64_t end, next_end;
+    int64_t end;
     const int64_t first = p.first_key(item, end);
-    KeyTile tile = p.locate(item, first, end), next = tile;
-    for (int64_t key = first; key < end; key += KEYS, tile = next) {
-        if (key + KEYS < end) {
-            next = p.locate(item, key + KEYS, end);
-        } else if (next_item) {
-            const int64_t next_first = p.first_key(*next_item, next_end);
-            next = p.locate(*next_item, next_first, next_end);
+    KeyTile tile = p.locate(item, 0, first, end), next = tile;
+    for (int64_t key = first; key < end; key += KEYS)
+        for (int i = 0; i < item.num_heads; i++, tile = next) {
+            if (i + 1 < item.num_heads)
+                next = p.locate(item, i + 1, key, end);
+            else if (key + KEYS < end)
+                next = p.locate(item, 0, key + KEYS, end);
+            else if (next_item)
+                next = p.first_tile(*next_item);
+            process_head(p, q + i * p.group, tile, next, states + i * p.group);
         }
-        for (int h = 0; h < p.group; h += 2) {
-            const KeyTile* ahead = h ? nullptr : &next;
-            h + 1 < p.group ? process_tile<DIM, 2>(p, q + h, tile, ahead, states + h)
-                            : process_tile<DIM, 1>(p, q + h, tile, ahead, states + h);
-        }
-    }
 }
 
 // Merge `count` states, `stride` apart, into the first of them.
@@ -115,10 +136,10 @@ void merge(State<DIM>* states, int64_t count, int64_t stride) {
 
 template <int DIM, class C>
 void write(const Problem& p, const Item& item, const State<DIM>* states) {
-    for (int h = 0; h < p.group; h++) {
+    for (int h = 0; h < p.num_queries(item); h++) {
         vec mixed[DIM / W];
         set_right<DIM>(states[h].mixed, mixed, C());
-        p.write<DIM>(p.sequences[item.sequence].first_query, item.head * p.group + h, mixed, sum(states[h].sum),
+        p.write<DIM>(p.sequences[item.sequence].first_query, item.first_head * p.group + h, mixed, sum(states[h].sum),
                      states[h].max);
     }
 }
@@ -126,24 +147,28 @@ void write(const Problem& p, const Item& item, const State<DIM>* states) {
 template <int DIM, class C>
 void run(const Problem& p, const Item* items, int64_t num_items, int64_t num_partials, int64_t threads) {
     State<DIM>* partials = (State<DIM>*)aligned_alloc(64, (num_partials + 1) * sizeof(State<DIM>));
-    parallel(num_items, 4, threads, [&](const Tasks& tasks) {
+    parallel(num_items, 1, threads, [&](const Tasks& tasks) {
         const FlushSubnormals flush;
-        State<DIM> own[MOST_HEADS];
-        for (Range range; tasks.take(range);)
-            for (int64_t i = range.begin; i < range.end; i++) {
-                State<DIM>* states = items[i].partial < 0 ? own : partials + items[i].partial;
-                attend<DIM, C>(p, items[i], i + 1 < num_items ? items + i + 1 : nullptr, states);
-                if (items[i].partial < 0) write<DIM, C>(p, items[i], states);
-            }
+        State<DIM> own[MOST_HEADS * MOST_KV_HEADS];
+        Range range, next;  // taken before it is its turn, so that its keys can be fetched
+        for (bool more = tasks.take(range); more; range = next) {
+            more = tasks.take(next);
+            const Item& item = items[range.begin];
+            State<DIM>* states = item.partial < 0 ? own : partials + item.partial;
+            attend<DIM, C>(p, item, more ? items + next.begin : nullptr, states);
+            if (item.partial < 0) write<DIM, C>(p, item, states);
+        }
     });
     if (num_partials)
         parallel_for(num_items, threads, [&](int64_t i) {
-            if (items[i].partial < 0 || items[i].span > 0) return;
+            const Item& item = items[i];
+            if (item.partial < 0 || item.span > 0) return;
             const FlushSubnormals flush;
-            const Sequence& s = p.sequences[items[i].sequence];
-            State<DIM>* states = partials + items[i].partial;
-            for (int h = 0; h < p.group; h++) merge(states + h, ceil_div(s.num_keys - s.first_key, SPAN), p.group);
-            write<DIM, C>(p, items[i], states);
+            const Sequence& s = p.sequences[item.sequence];
+            const int64_t spans = ceil_div(s.num_keys - s.first_key, SPAN), queries = p.num_queries(item);
+            State<DIM>* states = partials + item.partial;
+            for (int h = 0; h < queries; h++) merge(states + h, spans, queries);
+            write<DIM, C>(p, item, states);
         });
     free(partials);
 }
@@ -162,22 +187,24 @@ KERNEL(decode_attention)(
     int64_t num_threads) {
     const Problem p = {{q, keys, values, key_scales, value_scales, sequences, block_ids, out, lse, heads, kv_heads,
                         heads / kv_heads, block_size, q_stride, (float)scaling, out_is_float != 0, nullptr, nullptr}};
-    int64_t num_items = 0, num_partials = 0, work = 0;
+    int64_t num_spans = 0, num_partials = 0, work = 0;
     for (int64_t i = 0; i < num_sequences; i++) {
         const int64_t num_keys = sequences[i].num_keys - sequences[i].first_key;
-        num_items += kv_heads * ceil_div(num_keys, SPAN);
+        num_spans += ceil_div(num_keys, SPAN);
         work += heads * num_keys * dim;
     }
+    const int64_t threads = worthwhile_threads(work, 131072, num_threads);
+    const int64_t together = max(1, min(MOST_KV_HEADS, num_spans * kv_heads / (ITEMS * threads)));
+    const int64_t num_items = num_spans * ceil_div(kv_heads, together);
     Item *items = (Item*)malloc(num_items * sizeof(Item)), *next = items;
     for (int32_t i = 0; i < num_sequences; i++) {
-        const int64_t spans = ceil_div(sequences[i].num_keys - sequences[i].first_key, SPAN);
-        for (int32_t head = 0; head < kv_heads; head++)
+        const int32_t spans = ceil_div(sequences[i].num_keys - sequences[i].first_key, SPAN);
+        for (int32_t head = 0; head < kv_heads; head += together)
             for (int32_t span = 0; span < spans; span++, next++) {
-                *next = {i, head, span, spans > 1 ? num_partials : -1};
-                if (spans > 1) num_partials += p.group;
+                *next = {i, head, (int32_t)min(together, kv_heads - head), span, spans > 1 ? num_partials : -1};
+                if (spans > 1) num_partials += p.num_queries(*next);
             }
     }
-    const int64_t threads = worthwhile_threads(work, 131072, num_threads);
     auto by_cache = key_scales ? dim == 64 ? run<64, int8_t> : run<128, int8_t>
                                : dim == 64 ? run<64, bf16> : run<128, bf16>;
     by_cache(p, items, num_items, num_partials, threads);
