@@ -40,7 +40,7 @@ ISAS = isas_of(platform.machine())
 EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx.cpp", "amx_int8.cpp", "amx_experts.cpp")}
 EMULATORS = ("plain", "avx2")
 #: sources that have nothing to do with instruction sets
-ONCE = ("threads.cpp",)
+ONCE = ("threads.cpp", "scratch.cpp")
 #: the source that says whether this processor has an instruction set
 FEATURES = "features.cpp"
 #: an instruction set that adds to another: which, and the sources that are compiled for it; the rest is the other's

@@ -17,6 +17,7 @@ from lfm2_cb.ops.attention.packed import PAIR_ISAS, TILE_ISAS, PackedSequences
 from lfm2_cb.ops.attention.reference import paged_attention
 from lfm2_cb.ops.native import NativeKernels, build
 from lfm2_cb.ops.native import library as native
+from lfm2_cb.ops.native.instruction_sets import ONCE
 from lfm2_cb.ops.native.self_check import addition_is_right, attention_is_right, block_mass_is_right
 
 COMPILER = shutil.which(torch.utils.cpp_extension.get_cxx_compiler())
@@ -50,8 +51,8 @@ def emulation(tmp_path_factory):
     for source in SOURCES:
         path = next(build.SOURCES.rglob(source))
         defines = ["-DEMULATED", "-DISA=emulated", "-I", str(build.SOURCES)]
-        pool = build.SOURCES / "core" / "threads.cpp"
-        build._run([COMPILER, *flags, *defines, str(path), str(pool), "-o", str(folder / source)])
+        once = [str(next(build.SOURCES.rglob(name))) for name in ONCE]
+        build._run([COMPILER, *flags, *defines, str(path), *once, "-o", str(folder / source)])
     return [ctypes.CDLL(str(folder / source)) for source in SOURCES]
 
 

@@ -13,7 +13,7 @@ from lfm2_cb.ops.linear.int8 import Int8Weights
 from lfm2_cb.ops.linear.quantized import native_linear
 from lfm2_cb.ops.native import NativeKernels, build
 from lfm2_cb.ops.native import library as native
-from lfm2_cb.ops.native.instruction_sets import ISAS
+from lfm2_cb.ops.native.instruction_sets import ISAS, ONCE
 
 
 class Instructions(NativeKernels):
@@ -38,9 +38,9 @@ def trap(tmp_path_factory):
     if "avxvnni" not in build._known_isas(compiler, folder):
         pytest.skip("the compiler knows no VNNI")
     flags = [*build.FLAGS, *ISAS["avxvnni"], "-I", str(build.SOURCES), "-DISA=avxvnni", "-shared"]
-    pool = build.SOURCES / "core" / "threads.cpp"
+    once = [str(next(build.SOURCES.rglob(name))) for name in ONCE]
     for source in (build.SOURCES / "linear" / "int8.cpp", Path(__file__).parent / "vnni_trap.cpp"):
-        build._run([compiler, *flags, str(source), str(pool), "-o", str(folder / source.stem)])
+        build._run([compiler, *flags, str(source), *once, "-o", str(folder / source.stem)])
     yield ctypes.CDLL(str(folder / "vnni_trap")), Instructions(ctypes.CDLL(str(folder / "int8")))
 
 

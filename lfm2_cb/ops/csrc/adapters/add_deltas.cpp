@@ -8,6 +8,7 @@
 // other and 97 as one by matrix units in bf16, 230 and 241 by vectors in fp32. A core has so many lines under way at
 // once, whoever asks for them.)
 #include "adapters/delta.h"
+#include "core/scratch.h"
 #include "core/threads.h"
 
 namespace {
@@ -105,12 +106,11 @@ void add_task(const Layer<T>& l, int64_t task, int64_t end, float* scratch) {
 template <class T>
 void add_deltas(const Layer<T>& l, int64_t threads) {
     const int64_t rows = l.most_rows(), chunk = ceil_div(max(l.num_tasks, 1), CHUNKS * threads);
-    const int64_t size = round_up(rows * (delta::stride_of(l.in) + l.most_ranks()), 16) * sizeof(float);
+    const int64_t size = rows * (delta::stride_of(l.in) + l.most_ranks());
     parallel(l.num_tasks, chunk, threads, [&](const Tasks& all) {
-        float* scratch = (float*)aligned_alloc(LINE, max(size, LINE));
+        const ScratchArray<float> scratch(size);
         for (Range some; all.take(some);)
             for (int64_t t = some.begin; t < some.end; t++) add_task(l, t, some.end, scratch);
-        free(scratch);
     });
 }
 

@@ -54,10 +54,9 @@ struct ByVectors {
         const int64_t in = by_few.in, outputs = by_few.outputs;
         const many_rows::Matmul<T, Collect> matmul = {(const float*)inputs, by_few.stack + expert * outputs * in, rows,
                                                        in, outputs, epilogue};
-        float* scratch = (float*)aligned_alloc(LINE, many_rows::scratch_bytes(rows, in));
+        const ScratchArray<float> scratch(many_rows::scratch_size(rows, in));
         for (int64_t group = part.begin / OUTPUTS; group < ceil_div(part.end, OUTPUTS); group++)
             many_rows::compute_group(matmul, group, {0, rows}, scratch);
-        free(scratch);
     }
 };
 

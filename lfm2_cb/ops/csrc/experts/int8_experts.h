@@ -2,6 +2,7 @@
 // those by matrix units.
 #pragma once
 
+#include "core/scratch.h"
 #include "experts/by_expert.h"
 #include "linear/int8_vectors.h"
 
@@ -58,11 +59,10 @@ struct Int8Experts {
     template <class Compute>
     void multiply_by(int64_t expert, int64_t rows, char* inputs, Range part, const Collect& epilogue,
                      Compute compute) const {
-        float* all = (float*)malloc(part.size() * sizeof(float));
+        const ScratchArray<float> all(part.size());
         for (int64_t o = 0; o < part.size(); o++) all[o] = to_float(scales[expert * outputs + part.begin + o]);
         compute(product(expert, rows, inputs, Scale{all, part.begin, epilogue}),
                 Range{part.begin / int8::PANEL, ceil_div(part.end, int8::PANEL)});
-        free(all);
     }
 
     void multiply(int64_t expert, int64_t rows, char* inputs, Range part, const Collect& epilogue) const {

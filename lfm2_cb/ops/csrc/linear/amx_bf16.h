@@ -7,6 +7,7 @@
 
 #include "arch/tiles.h"
 #include "core/epilogue.h"
+#include "core/scratch.h"
 #include "core/threads.h"
 
 namespace {

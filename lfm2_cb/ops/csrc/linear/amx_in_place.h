@@ -263,8 +263,8 @@ void compute_panels(const Product<Epilogue>& p, Range range) {
     const int64_t steps = p.steps(), groups = ceil_div(p.x.rows, GROUP), size = 2 * groups * steps;
     const int64_t chunk = size <= WHOLE ? steps : ceil_div(steps, ceil_div(size, CHUNK));
     const int64_t block = chunk < steps ? BLOCK : range.size();
-    char* filled = is_whole(p, range.end - 1) ? nullptr : (char*)calloc(PANEL, chunk * LINE);
-    char* sums = chunk < steps ? (char*)aligned_alloc(LINE, (block * groups + 1) * SUMS) : nullptr;
+    const ScratchArray<char> filled(is_whole(p, range.end - 1) ? 0 : PANEL * chunk * LINE);
+    const ScratchArray<char> sums(chunk < steps ? (block * groups + 1) * SUMS : 0);
     Tiles tiles;
     Beside<Epilogue> beside = {Finisher<Epilogue>(p)};
     for_each_tile(range, block, [&](int64_t first, int64_t count) {
@@ -272,20 +272,17 @@ void compute_panels(const Product<Epilogue>& p, Range range) {
                       : compute_block<false>(tiles, p, {first, first + count}, chunk, filled, sums, beside);
     });
     beside.finisher.finish();
-    free(sums);
-    free(filled);
 }
 
 template <class Epilogue>
 void linear(Product<Epilogue> p, int64_t threads) {
     const int64_t steps = p.steps(), token_tiles = ceil_div(p.x.rows, TILE_ROWS);
-    char* packed = (char*)aligned_alloc(LINE, token_tiles * steps * TILE_BYTES);
+    const ScratchArray<char> packed(token_tiles * steps * TILE_BYTES);
     p.packed = packed;
     parallel_for(token_tiles * steps, worthwhile_threads(p.x.rows * p.x.columns, 16384, threads), [&](int64_t i) {
         p.x.transpose_tile_to(i / steps * TILE_ROWS, i % steps, packed + i * TILE_BYTES);
     });
     parallel_parts(p.panels(), threads, [&](Range part) { compute_panels(p, part); });
-    free(packed);
 }
 
 }  // namespace amx_bf16::in_place

@@ -135,16 +135,16 @@ inline void store_rows(Tiles& tiles, float (*sums)[PANEL]) {
     tiles.store<3>(sums[TILE_ROWS] + TILE_ROWS, sizeof *sums);
 }
 
-// A block's panels over a chunk of steps, for some groups. scratch: the packed weights; sums [group][panel][SUMS].
+// A block's panels over a chunk of steps, for some groups. packed_weights, sums [group][panel][SUMS]: room for them.
 template <bool in_chunks, class Epilogue>
-void compute_chunk(Tiles& tiles, const Product<Epilogue>& p, Range groups, Range panels, Range steps, char* scratch,
-                   char* sums) {
+void compute_chunk(Tiles& tiles, const Product<Epilogue>& p, Range groups, Range panels, Range steps,
+                   char* packed_weights, char* sums) {
     const int64_t count = steps.size();
     const bool is_last = steps.end == p.steps();
     for (int64_t i = 0; i < panels.size() * 2; i++)
         for (int64_t s = 0; s < count; s++)
             p.weights.transpose_tile_to(p.row(panels.begin + i / 2, i % 2), steps.begin + s,
-                                        scratch + (i / 2 * count + s) * PAIR + i % 2 * TILE_BYTES);
+                                        packed_weights + (i / 2 * count + s) * PAIR + i % 2 * TILE_BYTES);
     alignas(64) float finished[GROUP][PANEL];
     PendingRows<Epilogue> pending = {p.epilogue};
     for (int64_t g = groups.begin; g < groups.end; g++) {
@@ -163,7 +163,7 @@ void compute_chunk(Tiles& tiles, const Product<Epilogue>& p, Range groups, Range
             // they are first written, 12.9.)
             Prefetcher next_sums = {};
             if (in_chunks) next_sums = Prefetcher::over(sums + SUMS, sums + 2 * SUMS, count);
-            const char* weights = scratch + i * count * PAIR;
+            const char* weights = packed_weights + i * count * PAIR;
             const int64_t panel = panels.begin + i, output = panel * p.RESULTS;
             const Range rows = {g * GROUP, is_last ? min((g + 1) * GROUP, p.x.rows) : 0};
             ResultLines<Epilogue> results = {p.epilogue, rows, output};
@@ -185,17 +185,16 @@ void compute_chunk(Tiles& tiles, const Product<Epilogue>& p, Range groups, Range
 template <class Epilogue>
 void compute(const Product<Epilogue>& p, Range groups, Range panels) {
     const int64_t steps = p.steps(), chunk = p.chunk(), block = p.block();
-    char* scratch = (char*)aligned_alloc(LINE, block * chunk * PAIR);
-    char* sums = chunk < steps ? (char*)aligned_alloc(LINE, groups.size() * block * SUMS) : nullptr;
+    const ScratchArray<char> packed_weights(block * chunk * PAIR);
+    const ScratchArray<char> sums(chunk < steps ? groups.size() * block * SUMS : 0);
     Tiles tiles;
     for_each_tile(panels, block, [&](int64_t first, int64_t count) {
         const Range block_panels = {first, first + count};
-        if (!sums) return compute_chunk<false>(tiles, p, groups, block_panels, {0, steps}, scratch, sums);
+        if (!sums) return compute_chunk<false>(tiles, p, groups, block_panels, {0, steps}, packed_weights, sums);
         for (int64_t step = 0; step < steps; step += chunk)
-            compute_chunk<true>(tiles, p, groups, block_panels, {step, min(step + chunk, steps)}, scratch, sums);
+            compute_chunk<true>(tiles, p, groups, block_panels, {step, min(step + chunk, steps)}, packed_weights,
+                                sums);
     });
-    free(sums);
-    free(scratch);
 }
 
 template <class Epilogue>
@@ -204,7 +203,7 @@ void linear(Product<Epilogue> p, int64_t threads) {
     // Threads share the panels; where these are few, the rows as well.
     const int64_t row_parts = min(ceil_div(threads, panels), groups), panel_parts = ceil_div(threads, row_parts);
     const int64_t first_packed = p.first_packed(), to_pack = 2 * (groups - first_packed);  // rows of tiles
-    char* packed = to_pack ? (char*)aligned_alloc(LINE, to_pack * steps * TILE_BYTES) : nullptr;
+    const ScratchArray<char> packed(to_pack * steps * TILE_BYTES);
     p.packed = packed;
     parallel_for(to_pack, threads, [&](int64_t i) {
         for (int64_t s = 0; s < steps; s++)
@@ -213,7 +212,6 @@ void linear(Product<Epilogue> p, int64_t threads) {
     parallel_for(row_parts * panel_parts, threads, [&](int64_t task) {
         compute(p, part_of(groups, task % row_parts, row_parts), part_of(panels, task / row_parts, panel_parts));
     });
-    free(packed);
 }
 
 }  // namespace amx_bf16::packed

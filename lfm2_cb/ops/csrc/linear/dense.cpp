@@ -25,7 +25,7 @@ REPLAYABLE(many_rows_linear_f32)
 
 KERNEL(many_rows_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t rows, int64_t in,
                               int64_t outputs, int64_t threads) {
-    float* inputs = (float*)aligned_alloc(64, round_up(rows * in, 16) * sizeof(float));
+    const ScratchArray<float> inputs(rows * in);
     parallel_for(rows, threads, [&](int64_t r) {
         int64_t k = r * in;
         for (; k + W <= (r + 1) * in; k += W) store(inputs + k, load(x + k));
@@ -33,6 +33,5 @@ KERNEL(many_rows_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, bf
     });
     using namespace many_rows;
     matmul(Matmul<bf16, AddBias<bf16>>{inputs, w, rows, in, outputs, {out, bias, outputs}}, threads);
-    free(inputs);
 }
 REPLAYABLE(many_rows_linear_bf16)

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "core/epilogue.h"
+#include "core/scratch.h"
 #include "core/threads.h"
 
 namespace {
@@ -144,7 +145,7 @@ void outputs_of(const Linear<T, Epilogue>& l, int64_t begin, int64_t end) {
 template <class T>
 void linear(const T* x, const T* w, const T* bias, T* out, int64_t rows, int64_t in, int64_t outputs, int64_t threads) {
     const int64_t stride = stride_of(in);
-    float* ordered = (float*)aligned_alloc(64, rows * stride * sizeof(float));
+    const ScratchArray<float> ordered(rows * stride);
     for (int64_t r = 0; r < rows; r++) order_inputs(x + r * in, in, ordered + r * stride);
     const AddBias<T> epilogue = {out, bias, outputs};
     const Linear<T, AddBias<T>> l = {ordered, w, rows, in, outputs, stride, epilogue};
@@ -152,7 +153,6 @@ void linear(const T* x, const T* w, const T* bias, T* out, int64_t rows, int64_t
     parallel_for(ceil_div(outputs, share), threads, [&](int64_t i) {
         outputs_of(l, i * share, min((i + 1) * share, outputs));
     });
-    free(ordered);
 }
 
 }  // namespace few_rows

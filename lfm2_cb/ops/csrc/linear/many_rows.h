@@ -7,6 +7,7 @@
 #pragma once
 
 #include "core/epilogue.h"
+#include "core/scratch.h"
 #include "core/threads.h"
 
 namespace {
@@ -91,9 +92,9 @@ void compute_group(const Matmul<T, Epilogue>& m, int64_t group, Range rows, floa
     }
 }
 
-// What compute_group's scratch takes for as many rows.
-inline int64_t scratch_bytes(int64_t rows, int64_t in) {
-    return (GROUP * DEPTH + (in <= DEPTH ? ROWS : rows) * GROUP) * sizeof(float);
+// Values of compute_group's scratch for as many rows.
+inline int64_t scratch_size(int64_t rows, int64_t in) {
+    return GROUP * DEPTH + (in <= DEPTH ? ROWS : rows) * GROUP;
 }
 
 // Threads share the groups; where these are few, rows are split as well, in multiples of a tile.
@@ -103,12 +104,11 @@ void matmul(const Matmul<T, Epilogue>& m, int64_t threads) {
     const int64_t splits = min(ceil_div(4 * threads, groups), ceil_div(tiles, 8));
     const int64_t most = ceil_div(tiles, splits) * ROWS;
     parallel(groups * splits, 1, threads, [&](const Tasks& tasks) {
-        float* scratch = (float*)aligned_alloc(64, scratch_bytes(most, m.in));
+        const ScratchArray<float> scratch(scratch_size(most, m.in));
         for (Range task; tasks.take(task);) {
             const int64_t begin = task.begin % splits * most;
             if (begin < m.rows) compute_group(m, task.begin / splits, {begin, min(begin + most, m.rows)}, scratch);
         }
-        free(scratch);
     });
 }
 
