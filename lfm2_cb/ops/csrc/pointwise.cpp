@@ -16,16 +16,23 @@ inline int64_t threads_for(int64_t values, int64_t num_threads) {
     return worthwhile_threads(values, 16384, num_threads);
 }
 
-// RMSNorm of dim values: rounded to T before they are scaled, as in the stock model.
+// What RMSNorm of dim values scales them by.
 template <class T>
-inline void normalize(const T* from, const T* weight, T* to, int64_t dim, float eps) {
+inline float norm_scale(const T* from, int64_t dim, float eps) {
     vec squares = {};
     int64_t i = 0;
     for (; i + W <= dim; i += W) squares += load(from + i) * load(from + i);
     float total = sum(squares);
     for (; i < dim; i++) total += to_float(from[i]) * to_float(from[i]);
-    const float scale = 1.0f / sqrtf(total / dim + eps);
-    for (i = 0; i + W <= dim; i += W) store(to + i, rounded<T>(load(from + i) * scale) * load(weight + i));
+    return 1.0f / sqrtf(total / dim + eps);
+}
+
+// RMSNorm of dim values: rounded to T before they are scaled, as in the stock model.
+template <class T>
+inline void normalize(const T* from, const T* weight, T* to, int64_t dim, float eps) {
+    const float scale = norm_scale(from, dim, eps);
+    int64_t i = 0;
+    for (; i + W <= dim; i += W) store(to + i, rounded<T>(load(from + i) * scale) * load(weight + i));
     for (; i < dim; i++) {
         float normed = to_float(from[i]) * scale;
         round_to<T>(&normed);
@@ -53,24 +60,46 @@ void rms_norm(const T* x, const T* residual, const T* weight, T* total, T* out, 
     });
 }
 
-// RoPE in place, rounding each product and their sum as torch does.
+constexpr int64_t HEADS = 16;  // whose scales are known before any is turned, so that nothing waits for a root
+
+// RMSNorm of up to HEADS heads of a token, each by the same weights, and RoPE, rounding each product and their sum as
+// torch does.
 template <class T>
-inline void rotate(T* x, const T* cosines, const T* sines, int64_t dim) {
+inline void norm_rotate(const T* x, const T* weight, const T* cosines, const T* sines, T* to, int64_t heads,
+                        int64_t dim, float eps) {
     const int64_t half = dim / 2;
+    float scales[HEADS];
+    for (int64_t h = 0; h < heads; h++) scales[h] = norm_scale(x + h * dim, dim, eps);
     int64_t i = 0;
     for (; i + W <= half; i += W) {
-        const vec first = load(x + i), second = load(x + half + i);
-        store(x + i, rounded<T>(first * load(cosines + i)) - rounded<T>(second * load(sines + i)));
-        store(x + half + i, rounded<T>(second * load(cosines + half + i)) + rounded<T>(first * load(sines + half + i)));
+        const int64_t j = half + i;
+        const vec weights[] = {load(weight + i), load(weight + j)};
+        const vec c[] = {load(cosines + i), load(cosines + j)}, s[] = {load(sines + i), load(sines + j)};
+        for (int64_t h = 0; h < heads; h++) {
+            vec first = load(x + h * dim + i) * scales[h], second = load(x + h * dim + j) * scales[h];
+            round_both(first, second, T());
+            first *= weights[0], second *= weights[1];
+            round_both(first, second, T());
+            vec a = first * c[0], b = second * s[0], d = second * c[1], e = first * s[1];
+            round_both(a, b, T());
+            round_both(d, e, T());
+            store(to + h * dim + i, a - b);
+            store(to + h * dim + j, d + e);
+        }
     }
-    for (; i < half; i++) {
-        const float first = to_float(x[i]), second = to_float(x[half + i]);
-        float a = first * to_float(cosines[i]), b = second * to_float(sines[i]);
-        float c = second * to_float(cosines[half + i]), d = first * to_float(sines[half + i]);
-        for (float* product : {&a, &b, &c, &d}) round_to<T>(product);
-        assign(x + i, a - b);
-        assign(x + half + i, c + d);
-    }
+    for (; i < half; i++)
+        for (int64_t h = 0; h < heads; h++) {
+            const int64_t j = half + i;
+            float first = to_float(x[h * dim + i]) * scales[h], second = to_float(x[h * dim + j]) * scales[h];
+            for (float* normed : {&first, &second}) round_to<T>(normed);
+            first *= to_float(weight[i]), second *= to_float(weight[j]);
+            for (float* scaled : {&first, &second}) round_to<T>(scaled);
+            float a = first * to_float(cosines[i]), b = second * to_float(sines[i]);
+            float c = second * to_float(cosines[j]), d = first * to_float(sines[j]);
+            for (float* product : {&a, &b, &c, &d}) round_to<T>(product);
+            assign(to + h * dim + i, a - b);
+            assign(to + h * dim + j, c + d);
+        }
 }
 
 template <class T>
@@ -79,11 +108,13 @@ void norm_rotate(const T* x, const T* q_weight, const T* k_weight, const T* cosi
                  int64_t num_threads) {
     const int64_t both = heads + kv_heads;
     parallel_for(tokens, threads_for(tokens * both * dim, num_threads), [&](int64_t t) {
-        for (int64_t h = 0; h < both; h++) {
-            T* to = h < heads ? q + (t * heads + h) * dim : k + (t * kv_heads + h - heads) * dim;
-            normalize(x + t * stride + h * dim, h < heads ? q_weight : k_weight, to, dim, eps);
-            rotate(to, cosines + t * dim, sines + t * dim, dim);
-        }
+        const auto turn = [&](const T* from, const T* weight, T* to, int64_t count) {
+            for (int64_t h = 0; h < count; h += HEADS)
+                norm_rotate(from + h * dim, weight, cosines + t * dim, sines + t * dim, to + h * dim,
+                            min(HEADS, count - h), dim, eps);
+        };
+        turn(x + t * stride, q_weight, q + t * heads * dim, heads);
+        turn(x + t * stride + heads * dim, k_weight, k + t * kv_heads * dim, kv_heads);
     });
 }
 
