@@ -251,6 +251,11 @@ class AdaptedKernels(KernelSet):
             self._add_by_torch(y, x, layer, routing)
         return y
 
+    def linear_add(self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        if module in self._layers:
+            return self.add(self.linear(module, x), residual)
+        return super().linear_add(module, x, residual)
+
     def linear_swiglu(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if module in self._layers:  # the gates and values are changed
             return self._gate(self.linear(module, x))

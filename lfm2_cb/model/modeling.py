@@ -96,6 +96,10 @@ class Lfm2CbMLP(nn.Module):
     def forward(self, x: torch.Tensor, kernels: KernelSet = MODULE_CALLS) -> torch.Tensor:
         return kernels.linear(self.w2, kernels.linear_swiglu(self.w13, x))
 
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, kernels: KernelSet) -> torch.Tensor:
+        """`residual + self(x)`."""
+        return kernels.linear_add(self.w2, kernels.linear_swiglu(self.w13, x), residual)
+
 
 class Lfm2CbAttention(nn.Module):
     """Grouped-query attention; q and k are RMS-normed per head before RoPE."""
@@ -171,7 +175,10 @@ class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
         else:
             mixed = self.conv(normed, state)
         hidden_states, normed = kernels.add_norm(self.ffn_norm, mixed, hidden_states)
-        return kernels.add(hidden_states, self.feed_forward(normed, kernels))
+        mlp = self.feed_forward
+        if not kernels.is_reference and isinstance(mlp, Lfm2CbMLP) and is_plain(mlp, Lfm2CbMLP.forward):
+            return mlp.add_to(hidden_states, normed, kernels)
+        return kernels.add(hidden_states, mlp(normed, kernels))
 
 
 class Lfm2CbPreTrainedModel(PreTrainedModel):

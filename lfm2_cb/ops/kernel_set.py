@@ -81,6 +81,14 @@ class KernelSet:
             return quantized_linear(x, module.weights, module.bias, self.native)  # type: ignore[arg-type]
         return module(x)
 
+    def linear_add(self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """`add(linear(module, x), residual)`, to the bit."""
+        fits = is_plain(module, PackedLinear.forward) and residual.is_contiguous()
+        if fits and (kernel := _kernel_for(module, x, self._dense)) is not None:
+            parameters = module._parameters
+            return kernel(self.native, x, parameters["weight"], parameters["bias"], residual)
+        return self.add(self.linear(module, x), residual)
+
     def linear_swiglu(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """`swiglu(linear(module, x))`, of a layer that makes gates and values."""
         fused = None

@@ -261,3 +261,12 @@ def test_gates_and_values_that_adapters_change_are_stored(monkeypatch):
     x = torch.randn(30, 8)
     torch.testing.assert_close(kernels.linear_swiglu(changed, x), swiglu(2 * changed(x)))
     torch.testing.assert_close(kernels.linear_swiglu(other, x), swiglu(other(x)))
+
+
+def test_a_residual_is_added_after_an_adapter(monkeypatch):
+    changed, other = (PackedLinear(8, 6).requires_grad_(False) for _ in range(2))
+    kernels = AdaptedKernels(KernelSet(load()), {changed: None}, {}, None, None)
+    monkeypatch.setattr(AdaptedKernels, "linear", lambda self, module, x: 2 * module(x))
+    x, residual = torch.randn(30, 8), torch.randn(30, 6)
+    torch.testing.assert_close(kernels.linear_add(changed, x, residual), 2 * changed(x) + residual)
+    torch.testing.assert_close(kernels.linear_add(other, x, residual), other(x) + residual)

@@ -161,6 +161,8 @@ def test_products_by_the_native_kernels(isa, dtype, product):
         assert got.dtype == dtype and got.shape == (rows, out)
         rounding = 0 if dtype == torch.float32 else 2**-8
         torch.testing.assert_close(got.double(), exact, rtol=rounding, atol=1e-5 * inner**0.5)
+        residual = torch.randn(rows, out).to(dtype)
+        assert torch.equal(product(kernels, x, weight, bias, residual), got + residual)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -190,6 +192,20 @@ def test_a_row_of_many_does_not_depend_on_the_others(dtype):
             assert torch.equal(many_rows_linear(kernels, x[begin : begin + rows], weight), whole[begin : begin + rows])
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_adds_a_residual(dtype, bias):
+    kernels = KernelSet(native.load())
+    layer, wrapped = (PackedLinear(40, 30, bias=bias).to(dtype) for _ in range(2))
+    wrapped.register_forward_hook(lambda module, args, out: 3 * out)
+    for rows in (1, 20, 300):
+        x, residual = torch.randn(rows, 40, dtype=dtype), torch.randn(rows, 60, dtype=dtype)
+        for some in (residual[:, :30].contiguous(), residual[:, 30:]):
+            for module in (layer, wrapped):
+                with torch.no_grad():
+                    assert torch.equal(kernels.linear_add(module, x, some), kernels.linear(module, x) + some)
 
 
 def test_a_native_layer_sees_new_weights_at_once():

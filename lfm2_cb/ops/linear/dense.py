@@ -37,61 +37,86 @@ def _is_in_place(x: torch.Tensor) -> bool:
 
 
 def few_rows_linear(
-    native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    native: NativeKernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`F.linear` with the weights read once, from where they are; sums in fp32.
 
-    Args: x `[rows, in]`; weight `[out, in]`, contiguous; bias `[out]`; all fp32 or all bf16.
+    Args: x `[rows, in]`; weight `[out, in]`, contiguous; bias `[out]`; residual `[rows, out]`, contiguous, which is
+        added to the rounded result; all fp32 or all bf16.
     Returns: `[rows, out]` in the same dtype.
     """
     (rows, inner), outputs = x.shape, weight.shape[0]
     out = empty((rows, outputs), x.dtype)
     name = "few_rows_linear_f32" if weight.dtype == torch.float32 else "few_rows_linear_bf16"
-    native.call(name, x.contiguous(), weight, bias, out, rows, inner, outputs)
+    native.call(name, x.contiguous(), weight, bias, residual, out, rows, inner, outputs)
     return out
 
 
 def many_rows_linear(
-    native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    native: NativeKernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`F.linear` at the processor's fp32 rate in either dtype: sums in fp32, rounded once. As `few_rows_linear`."""
     out = empty((len(x), len(weight)), x.dtype)
     name = "many_rows_linear_f32" if weight.dtype == torch.float32 else "many_rows_linear_bf16"
-    native.call(name, x.contiguous(), weight, bias, out, *x.shape, len(weight))
+    native.call(name, x.contiguous(), weight, bias, residual, out, *x.shape, len(weight))
     return out
 
 
 def matrix_linear(
-    native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    native: NativeKernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`F.linear` in bf16 by the processor's matrix units (AMX): sums in fp32, rounded once.
 
     Which of the next two computes it makes no difference to the result.
     """
     product = in_place_matrix_linear if _is_in_place(x) else packed_matrix_linear
-    return product(native, x, weight, bias)
+    return product(native, x, weight, bias, residual)
 
 
 def in_place_matrix_linear(
-    native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    native: NativeKernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`matrix_linear` with the weights multiplied as they lie.
 
     Args: as `few_rows_linear`, bf16. A kernel of that name is there for every instruction set, but emulates the units
         where there are none, so that it can be tested.
     """
-    return _by_matrix_units("amx_in_place_linear_bf16", native, x, weight, bias)
+    return _by_matrix_units("amx_in_place_linear_bf16", native, x, weight, bias, residual)
 
 
 def packed_matrix_linear(
-    native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    native: NativeKernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same with blocks of the weights laid out for the units on their way."""
-    return _by_matrix_units("amx_packed_linear_bf16", native, x, weight, bias)
+    return _by_matrix_units("amx_packed_linear_bf16", native, x, weight, bias, residual)
 
 
 def matrix_swiglu(
-    native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    native: NativeKernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`swiglu(matrix_linear(x, weight))`, rounded once: gates and values are not stored, which of 2,048 tokens of a
     350M model are 38 MB a layer.
@@ -121,10 +146,15 @@ def _swiglu_by_matrix_units(name: str, native: NativeKernels, x: torch.Tensor, w
 
 
 def _by_matrix_units(
-    name: str, native: NativeKernels, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    name: str,
+    native: NativeKernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
 ) -> torch.Tensor:
     out = empty((len(x), len(weight)), x.dtype)
-    native.call(name, x.contiguous(), weight, bias, out, *x.shape, len(weight))
+    native.call(name, x.contiguous(), weight, bias, residual, out, *x.shape, len(weight))
     return out
 
 
@@ -138,10 +168,15 @@ def transposed_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def torch_linear(
-    native: NativeKernels | None, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    native: NativeKernels | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`F.linear`, as an entry of the table of products (`native` is not used)."""
-    return F.linear(x, weight, bias)
+    """`F.linear`, and the residual added, as an entry of the table of products (`native` is not used)."""
+    product = F.linear(x, weight, bias)
+    return product if residual is None else product + residual
 
 
 class PackedLinear(nn.Linear):

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any
 
 import torch
 
-from ..native import NativeKernels
 from .dense import few_rows_linear, has_bf16_units, many_rows_linear, matrix_linear, matrix_swiglu, torch_linear
 from .int4 import native_linear_int4
 from .int8 import matrix_linear_int8, matrix_swiglu_int8, native_linear_int8
 
-#: (native kernels, x `[rows, in]`, weights, bias or None) → `[rows, out]`; weights are a matrix, or a quantised one
-Product = Callable[[NativeKernels, torch.Tensor, Any, torch.Tensor | None], torch.Tensor]
+#: (native kernels, x `[rows, in]`, weights, bias or None) → `[rows, out]`; weights are a matrix, or a quantised one.
+#: Those of dense weights take a residual `[rows, out]`, too, which they add.
+Product = Callable[..., torch.Tensor]
 #: kernels by the largest number of rows that each is for, ascending; the last is for any number
 ByRows = Sequence[tuple[float, Product]]
 

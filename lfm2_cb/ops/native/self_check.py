@@ -39,7 +39,7 @@ def addition_is_right(kernels: NativeKernels) -> bool:
     in_fp32 = 2**-20 * (x.double().abs() @ weight.double().abs().T)
     for name in ("amx_in_place_linear_bf16", "amx_packed_linear_bf16"):
         out = x.new_full((rows, outputs), torch.nan)
-        kernels.call(name, x, weight, bias, out, rows, inner, outputs)
+        kernels.call(name, x, weight, bias, None, out, rows, inner, outputs)
         if not ((out - exact).abs() <= 2**-8 * exact.abs() + in_fp32).all():
             return False
     width = outputs // 2

@@ -120,6 +120,15 @@ def test_a_bf16_row_is_the_same_to_the_bit_whoever_is_beside_it(width, seed, row
         begin = part.stop
 
 
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("width", [None, 4608])  # any; in chunks
+def test_a_residual_is_added_as_apart(width, seed, kernels, product):
+    case = Case(seed, width=width)
+    apart = product(kernels, *case.args)
+    residual = torch.randn(apart.shape).mul_(apart.abs().amax()).bfloat16()
+    assert torch.equal(product(kernels, *case.args, residual), pointwise.add(apart, residual, kernels))
+
+
 # bf16, gates and values
 
 

@@ -19,15 +19,23 @@ inline void store_finished(T* to, int64_t count, Finish finish) {
     for (; o < count; o++) assign(to + o, finish.scalar(o));
 }
 
-// out [rows][outputs] = sums + bias, where there is one.
+// out [rows][outputs] = sums + bias, rounded, + residual [rows][outputs], where there are such: as if they were stored
+// before the residual is added.
 template <class T>
 struct AddBias {
     T* out;
     const T* bias;  // or null
     int64_t outputs;
+    const T* residual = nullptr;
 
-    // Asks for what will be written.
-    void prefetch(int64_t row, int64_t output) const { __builtin_prefetch(out + row * outputs + output, 1); }
+    const T* residual_at(int64_t row, int64_t output) const {
+        return residual ? residual + row * outputs + output : nullptr;
+    }
+    // Asks for what will be written, and for what is added to it.
+    void prefetch(int64_t row, int64_t output) const {
+        __builtin_prefetch(out + row * outputs + output, 1);
+        if (residual) __builtin_prefetch(residual_at(row, output));
+    }
 
     // An output's sums of W rows, finished but for rounding; 0 and more beyond the last output.
     vec of_output(int64_t output, const float* sums, int64_t) const {
@@ -35,19 +43,37 @@ struct AddBias {
     }
     // The results [count] of a row's outputs from `output` on, rounded.
     void put(int64_t row, int64_t output, const T* results, int64_t count) const {
-        memcpy(out + row * outputs + output, results, count * sizeof(T));
+        T* to = out + row * outputs + output;
+        if (residual)
+            store_finished(to, count, AddTo{results, residual_at(row, output)});
+        else
+            memcpy(to, results, count * sizeof(T));
     }
+
+    struct AddTo {
+        const T *results, *residual;
+
+        vec vector(int64_t o) const { return load(results + o) + load(residual + o); }
+        float scalar(int64_t o) const { return to_float(results[o]) + to_float(residual[o]); }
+    };
 
     struct Finish {
         const float* sums;
-        const T* bias;
+        const T *bias, *residual;
 
-        vec vector(int64_t o) const { return load(sums + o) + (bias ? load(bias + o) : vec{}); }
-        float scalar(int64_t o) const { return sums[o] + (bias ? to_float(bias[o]) : 0.0f); }
+        vec vector(int64_t o) const {
+            const vec result = load(sums + o) + (bias ? load(bias + o) : vec{});
+            return residual ? rounded<T>(result) + load(residual + o) : result;
+        }
+        float scalar(int64_t o) const {
+            const float result = sums[o] + (bias ? to_float(bias[o]) : 0.0f);
+            return residual ? rounded<T>(result) + to_float(residual[o]) : result;
+        }
     };
 
     void operator()(int64_t row, int64_t output, const float* sums, int64_t count) const {
-        store_finished(out + row * outputs + output, count, Finish{sums, bias ? bias + output : nullptr});
+        store_finished(out + row * outputs + output, count,
+                       Finish{sums, bias ? bias + output : nullptr, residual_at(row, output)});
     }
 };
 

@@ -195,6 +195,14 @@ inline void assign(bf16* p, float x) {
     p->bits = x != x ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;
 }
 
+// What would be stored, as fp32.
+template <class T>
+inline float rounded(float x) {
+    T stored;
+    assign(&stored, x);
+    return to_float(stored);
+}
+
 inline vec select(ivec condition, vec yes, vec no) {
     return (vec)((condition & (ivec)yes) | (~condition & (ivec)no));
 }

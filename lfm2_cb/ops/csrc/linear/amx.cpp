@@ -3,20 +3,21 @@
 #include "linear/amx_in_place.h"
 #include "linear/amx_packed.h"
 
-// x [rows, in], w [outputs, in], bias [outputs] or null, out [rows, outputs]; sums are in fp32, of which the
-// instruction makes 0 where they are subnormal, as of the inputs
-KERNEL(amx_in_place_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t rows, int64_t in,
-                                 int64_t outputs, int64_t threads) {
+// x [rows, in], w [outputs, in], bias [outputs] or null, residual [rows, outputs], which is added, or null, out [rows,
+// outputs]; sums are in fp32, of which the instruction makes 0 where they are subnormal, as of the inputs
+KERNEL(amx_in_place_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, const bf16* residual, bf16* out,
+                                 int64_t rows, int64_t in, int64_t outputs, int64_t threads) {
     using namespace amx_bf16::in_place;
-    linear(Product<AddBias<bf16>>{{x, rows, in}, {w, outputs, in}, nullptr, {out, bias, outputs}}, threads);
+    linear(Product<AddBias<bf16>>{{x, rows, in}, {w, outputs, in}, nullptr, {out, bias, outputs, residual}}, threads);
 }
 REPLAYABLE(amx_in_place_linear_bf16)
 
 // As amx_in_place_linear_bf16, of which it gives the same bits.
-KERNEL(amx_packed_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, bf16* out, int64_t rows, int64_t in,
-                               int64_t outputs, int64_t threads) {
+KERNEL(amx_packed_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, const bf16* residual, bf16* out,
+                               int64_t rows, int64_t in, int64_t outputs, int64_t threads) {
     using namespace amx_bf16::packed;
-    linear(Product<AddBias<bf16>>{{{x, rows, in}, {w, outputs, in}, nullptr, {out, bias, outputs}}}, threads);
+    linear(Product<AddBias<bf16>>{{{x, rows, in}, {w, outputs, in}, nullptr, {out, bias, outputs, residual}}},
+           threads);
 }
 REPLAYABLE(amx_packed_linear_bf16)
 

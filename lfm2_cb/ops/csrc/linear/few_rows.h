@@ -143,11 +143,11 @@ void outputs_of(const Linear<T, Epilogue>& l, int64_t begin, int64_t end) {
 }
 
 template <class T>
-void linear(const T* x, const T* w, const T* bias, T* out, int64_t rows, int64_t in, int64_t outputs, int64_t threads) {
+void linear(const T* x, const T* w, const AddBias<T>& epilogue, int64_t rows, int64_t in, int64_t threads) {
+    const int64_t outputs = epilogue.outputs;
     const int64_t stride = stride_of(in);
     const ScratchArray<float> ordered(rows * stride);
     for (int64_t r = 0; r < rows; r++) order_inputs(x + r * in, in, ordered + r * stride);
-    const AddBias<T> epilogue = {out, bias, outputs};
     const Linear<T, AddBias<T>> l = {ordered, w, rows, in, outputs, stride, epilogue};
     const int64_t share = even_share(outputs, threads, TASK);
     parallel_for(ceil_div(outputs, share), threads, [&](int64_t i) {
