@@ -124,10 +124,20 @@ class Lfm2CbAttention(nn.Module):
     def forward(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        kernels = state.kernels
-        qkv = kernels.linear(self.qkv_proj, x)
-        mixed, probabilities = state.attend_packed(self, qkv, rope)
-        return kernels.linear(self.out_proj, mixed), probabilities
+        mixed, probabilities = self._mix(x, rope, state)
+        return state.kernels.linear(self.out_proj, mixed), probabilities
+
+    def add_to(
+        self, residual: torch.Tensor, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
+    ) -> torch.Tensor:
+        """`residual + self(x, rope, state)[0]`."""
+        mixed, _ = self._mix(x, rope, state)
+        return state.kernels.linear_add(self.out_proj, mixed, residual)
+
+    def _mix(
+        self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return state.attend_packed(self, state.kernels.linear(self.qkv_proj, x), rope)
 
 
 class Lfm2CbShortConv(nn.Module):
@@ -142,11 +152,16 @@ class Lfm2CbShortConv(nn.Module):
         self.in_proj = PackedLinear(hidden, 3 * hidden, bias=bias)
         self.out_proj = PackedLinear(hidden, hidden, bias=bias)
 
-    @force_accelerate_hooks("conv")
     def forward(self, x: torch.Tensor, state: SequenceState) -> torch.Tensor:
-        kernels = state.kernels
-        bcx = kernels.linear(self.in_proj, state.mask_padding(x))
-        return kernels.linear(self.out_proj, state.convolve(self, bcx))
+        return state.kernels.linear(self.out_proj, self._mix(x, state))
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor, state: SequenceState) -> torch.Tensor:
+        """`residual + self(x, state)`."""
+        return state.kernels.linear_add(self.out_proj, self._mix(x, state), residual)
+
+    @force_accelerate_hooks("conv")
+    def _mix(self, x: torch.Tensor, state: SequenceState) -> torch.Tensor:
+        return state.convolve(self, state.kernels.linear(self.in_proj, state.mask_padding(x)))
 
 
 class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
@@ -168,17 +183,31 @@ class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
     ) -> torch.Tensor:
+        kernels, mlp = state.kernels, self.feed_forward
+        hidden_states, normed = self._operate(hidden_states, rope, state)
+        if kernels.native is not None and isinstance(mlp, Lfm2CbMLP) and is_plain(mlp, Lfm2CbMLP.forward):
+            return mlp.add_to(hidden_states, normed, kernels)
+        return kernels.add(hidden_states, mlp(normed, kernels))
+
+    def _operate(
+        self, hidden_states: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states after the operator, and the feed-forward's norm of them."""
         kernels = state.kernels
         normed = kernels.norm(self.operator_norm, hidden_states)
         if self.is_attention_layer:
-            mixed, _ = self.self_attn(normed, rope, state)
+            attention = self.self_attn
+            if kernels.native is not None and is_plain(attention, Lfm2CbAttention.forward):
+                hidden_states = attention.add_to(hidden_states, normed, rope, state)
+                return hidden_states, kernels.norm(self.ffn_norm, hidden_states)
+            mixed, _ = attention(normed, rope, state)
         else:
-            mixed = self.conv(normed, state)
-        hidden_states, normed = kernels.add_norm(self.ffn_norm, mixed, hidden_states)
-        mlp = self.feed_forward
-        if not kernels.is_reference and isinstance(mlp, Lfm2CbMLP) and is_plain(mlp, Lfm2CbMLP.forward):
-            return mlp.add_to(hidden_states, normed, kernels)
-        return kernels.add(hidden_states, mlp(normed, kernels))
+            conv = self.conv
+            if kernels.native is not None and is_plain(conv, Lfm2CbShortConv.forward):
+                hidden_states = conv.add_to(hidden_states, normed, state)
+                return hidden_states, kernels.norm(self.ffn_norm, hidden_states)
+            mixed = conv(normed, state)
+        return kernels.add_norm(self.ffn_norm, mixed, hidden_states)
 
 
 class Lfm2CbPreTrainedModel(PreTrainedModel):
