@@ -127,7 +127,7 @@ class PaddedDecodeBatch(PagedState):
             rows = self._read_rows, self._write_rows
             return self.kernels.triton.decode_short_conv(bcx, states, conv.weight, conv.bias, *rows)
         read, written = (states, self._read_rows, self._taps), (self._write_rows.flatten(), self._write_index)
-        mixed, _ = self.kernels.short_conv(bcx, *read, conv.weight, conv.bias, *written)
+        mixed, _ = self.kernels.short_conv(bcx, *read, conv.weight, conv.bias, *written, whole=False)
         return mixed
 
     def mask_padding(self, hidden_states: torch.Tensor) -> torch.Tensor:

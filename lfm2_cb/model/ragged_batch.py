@@ -188,6 +188,7 @@ class RaggedBatch(SequenceState):
             conv.bias,
             self._write_rows,
             self._write_index,
+            whole=self._drafted is not None,
         )
         if self._drafted is not None:
             self._drafted[i] = extended

@@ -210,9 +210,11 @@ class KernelSet:
         bias: torch.Tensor | None,
         write_rows: torch.Tensor,
         write_index: torch.Tensor,
+        whole: bool = True,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `short_conv.gated_short_conv`."""
-        return gated_short_conv(bcx, cache, read_rows, taps, weight, bias, write_rows, write_index, self.native)
+        written = write_rows, write_index
+        return gated_short_conv(bcx, cache, read_rows, taps, weight, bias, *written, self.native, whole)
 
     def decode_attention(
         self,

@@ -37,6 +37,7 @@ def gated_short_conv(
     write_rows: torch.Tensor,
     write_index: torch.Tensor,
     native: NativeKernels | None = None,
+    whole: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`C * conv(B * x)`, starting from cached states, and new states written back.
 
@@ -46,22 +47,25 @@ def gated_short_conv(
             `cache[write_rows] = extended[write_index]`, int64 `[n]` and `[n, kernel - 1]`.
         taps, bias: as in `ragged_short_conv`. weight: `[hidden, 1, kernel]`, as a depthwise `nn.Conv1d` has it.
         native: what to run it with (fp32 or bf16, on CPU); None: torch.
+        whole: whether `extended` is wanted with B * x, which costs a pass over memory.
     Returns:
-        `[tokens, hidden]`; and `extended`, all states with B * x behind them, as in `ragged_short_conv`.
+        `[tokens, hidden]`; and `extended`, all states with B * x behind them, as in `ragged_short_conv`, or the states
+        alone.
     """
-    hidden = bcx.shape[-1] // 3
+    hidden, num_states = bcx.shape[-1] // 3, len(read_rows) * (len(taps) - 1)
     if native is None:
         b, c, x = bcx.split(hidden, dim=-1)
         extended = torch.cat((cache[read_rows].flatten(0, 1), b * x))
         cache[write_rows] = extended[write_index]
-        return c * ragged_short_conv(extended, taps, weight.squeeze(1), bias), extended
+        mixed = c * ragged_short_conv(extended, taps, weight.squeeze(1), bias)
+        return mixed, extended if whole else extended[:num_states]
     weight, bias = weight.to(bcx.dtype).contiguous(), None if bias is None else bias.to(bcx.dtype)
     kernel, tokens, sequences = len(taps), len(bcx), len(read_rows)
-    extended = empty((sequences * (kernel - 1) + tokens, hidden), bcx.dtype)
+    extended = empty((num_states + whole * tokens, hidden), bcx.dtype)
     out = empty((tokens, hidden), bcx.dtype)
     native.call(
         "short_conv",
         *(bcx.contiguous(), taps, weight, bias, extended, out, cache, read_rows, write_rows, write_index),
-        *(sequences, tokens, hidden, kernel, len(write_rows), bcx.dtype == torch.bfloat16),
+        *(sequences, tokens, hidden, kernel, len(write_rows), whole, bcx.dtype == torch.bfloat16),
     )
     return out, extended

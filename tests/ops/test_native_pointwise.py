@@ -162,11 +162,14 @@ def test_gated_short_conv(kernels, dtype, kernel, hidden, bias):
     total = sequences * window + tokens
     taps, index = torch.randint(total, (kernel, tokens)), torch.randint(total, (6, window))
     plan = read_rows, taps, weight, b, write_rows, index
-    expected_cache, exact_cache = cache.clone(), cache.double()
+    expected_cache, exact_cache, other_cache = cache.clone(), cache.double(), cache.clone()
     reference, expected = gated_short_conv(bcx, expected_cache, *plan)
     got, extended = gated_short_conv(bcx, cache, *plan, kernels)
     assert torch.equal(extended, expected)
     assert torch.equal(cache, expected_cache)
+    same, states = gated_short_conv(bcx, other_cache, *plan, kernels, whole=False)
+    assert torch.equal(same, got) and torch.equal(other_cache, cache)
+    assert torch.equal(states, extended[: sequences * window])
     exact_b = None if b is None else b.double()
     doubles = read_rows, taps, weight.double(), exact_b, write_rows, index
     exact, _ = gated_short_conv(bcx.double(), exact_cache, *doubles)

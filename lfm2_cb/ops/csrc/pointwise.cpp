@@ -1,5 +1,6 @@
 // What a layer does to each token by itself, and the short convolution: one pass over memory each, sums in fp32.
 #include "core/activation.h"
+#include "core/prefetch.h"
 #include "core/threads.h"
 
 namespace {
@@ -177,48 +178,90 @@ inline void multiply(const T* a, const T* b, T* to, int64_t size) {
     for (; i < size; i++) assign(to + i, to_float(a[i]) * to_float(b[i]));
 }
 
+// A row of the inputs of the convolution, rounded products of two.
+template <class T>
+struct Product {
+    const T *a, *b;
+};
+
+// out = gate * the rounded convolution of as many rows as there are taps (TAPS, if that is known).
+template <int TAPS, class T>
+inline void convolve(const Product<T>* rows, int64_t kernel, const float* by_tap, const T* bias, const T* gate, T* out,
+                     int64_t hidden) {
+    const int64_t taps = TAPS ? TAPS : kernel;
+    int64_t i = 0;
+    for (; i + 2 * W <= hidden; i += 2 * W) {
+        vec s = bias ? load(bias + i) : vec{}, t = bias ? load(bias + i + W) : vec{};
+        UNROLLED
+        for (int64_t k = 0; k < taps; k++) {
+            const T *a = rows[k].a + i, *b = rows[k].b + i;
+            vec x = load(a) * load(b), y = load(a + W) * load(b + W);
+            round_both(x, y, T());
+            s += x * load(by_tap + k * hidden + i);
+            t += y * load(by_tap + k * hidden + i + W);
+        }
+        round_both(s, t, T());
+        store_two(out + i, load(gate + i) * s, load(gate + i + W) * t);
+    }
+    for (; i < hidden; i++) {
+        float s = bias ? to_float(bias[i]) : 0.0f;
+        for (int64_t k = 0; k < taps; k++) {
+            float x = to_float(rows[k].a[i]) * to_float(rows[k].b[i]);
+            round_to<T>(&x);
+            s += x * by_tap[k * hidden + i];
+        }
+        round_to<T>(&s);
+        assign(out + i, to_float(gate[i]) * s);
+    }
+}
+
+// Products are taken anew for each tap that reads them, and the token after the next is fetched meanwhile: with
+// products stored in a pass of their own 4,096 tokens of 1,024 took 2.6 ms in place of 1.9 (two cores of an Intel Xeon).
 template <class T>
 void short_conv(const T* bcx, const int64_t* taps, const T* weight, const T* bias, T* extended, T* out, T* cache,
                 const int64_t* read_rows, const int64_t* write_rows, const int64_t* write_index, int64_t sequences,
-                int64_t tokens, int64_t hidden, int64_t kernel, int64_t num_writes, int64_t num_threads) {
+                int64_t tokens, int64_t hidden, int64_t kernel, int64_t num_writes, bool whole, int64_t num_threads) {
     const int64_t window = kernel - 1, num_states = sequences * window;
     float* by_tap = (float*)malloc(kernel * hidden * sizeof(float));  // weight, transposed
+    T* ones = (T*)malloc(hidden * sizeof(T));
     for (int64_t k = 0; k < kernel; k++)
         for (int64_t i = 0; i < hidden; i++) by_tap[k * hidden + i] = to_float(weight[i * kernel + k]);
+    for (int64_t i = 0; i < hidden; i++) assign(ones + i, 1.0f);
+    const auto input = [&](int64_t row) -> Product<T> {
+        if (row < num_states) return {extended + row * hidden, ones};
+        const T* b = bcx + (row - num_states) * 3 * hidden;
+        return {b, b + 2 * hidden};
+    };
+    const auto write = [&](int64_t row, T* to) {
+        const Product<T> x = input(row);
+        if (x.b == ones)
+            memcpy(to, x.a, hidden * sizeof(T));
+        else
+            multiply(x.a, x.b, to, hidden);
+    };
     const int64_t threads = threads_for(tokens * hidden, num_threads);
-    parallel_for(num_states + tokens, threads, [&](int64_t row) {
-        T* to = extended + row * hidden;
-        if (row < num_states) {
-            memcpy(to, cache + (read_rows[row / window] * window + row % window) * hidden, hidden * sizeof(T));
-        } else {
-            const T* b = bcx + (row - num_states) * 3 * hidden;
-            multiply(b, b + 2 * hidden, to, hidden);
-        }
+    parallel_for(num_states, threads, [&](int64_t row) {
+        const int64_t from = read_rows[row / window] * window + row % window;
+        memcpy(extended + row * hidden, cache + from * hidden, hidden * sizeof(T));
     });
-    // From here on `extended` is read alone.
-    parallel_for(tokens, threads, [&](int64_t t) {
-        const T* gate = bcx + (t * 3 + 1) * hidden;
-        T* to = out + t * hidden;
-        int64_t i = 0;
-        for (; i + W <= hidden; i += W) {
-            vec s = bias ? load(bias + i) : vec{};
-            for (int64_t k = 0; k < kernel; k++)
-                s += load(extended + taps[k * tokens + t] * hidden + i) * load(by_tap + k * hidden + i);
-            store(to + i, load(gate + i) * rounded<T>(s));
+    // From here on the states in `extended` are read alone.
+    parallel_parts(tokens, threads, [&](Range part) {
+        Product<T>* rows = (Product<T>*)malloc(kernel * sizeof(Product<T>));
+        for (int64_t t = part.begin; t < part.end; t++) {
+            const T* own = bcx + t * 3 * hidden;
+            prefetch_lines<2>((const char*)(own + 2 * 3 * hidden), 3 * hidden * sizeof(T));
+            for (int64_t k = 0; k < kernel; k++) rows[k] = input(taps[k * tokens + t]);
+            const auto by_taps = kernel == 3 ? convolve<3, T> : convolve<0, T>;
+            by_taps(rows, kernel, by_tap, bias, own + hidden, out + t * hidden, hidden);
+            if (whole) write(num_states + t, extended + (num_states + t) * hidden);
         }
-        for (; i < hidden; i++) {
-            float s = bias ? to_float(bias[i]) : 0.0f;
-            for (int64_t k = 0; k < kernel; k++)
-                s += to_float(extended[taps[k * tokens + t] * hidden + i]) * by_tap[k * hidden + i];
-            round_to<T>(&s);
-            assign(to + i, to_float(gate[i]) * s);
-        }
+        free(rows);
     });
     parallel_for(num_writes * window, threads, [&](int64_t j) {
         if (write_rows[j / window] >= 0)
-            memcpy(cache + (write_rows[j / window] * window + j % window) * hidden, extended + write_index[j] * hidden,
-                   hidden * sizeof(T));
+            write(write_index[j], cache + (write_rows[j / window] * window + j % window) * hidden);
     });
+    free(ones);
     free(by_tap);
 }
 
@@ -309,20 +352,20 @@ REPLAYABLE(swiglu)
 
 // bcx [tokens, 3, hidden]: B, C and x; out [tokens, hidden] = C * conv(B * x). cache [any, kernel - 1, hidden]: its
 // rows `read_rows` [sequences] are the states. extended [sequences * (kernel - 1) + tokens, hidden] becomes all states
-// with B * x behind them; taps [kernel, tokens] are rows of it; weight [hidden, kernel]; bias [hidden] or null. Last,
-// the cache's rows `write_rows` [num_writes], where they are not below 0, get extended's rows `write_index` [num_writes,
-// kernel - 1].
+// with B * x behind them, which are written if it is to be `whole` alone; taps [kernel, tokens] are rows of it; weight
+// [hidden, kernel]; bias [hidden] or null. Last, the cache's rows `write_rows` [num_writes], where they are not below 0,
+// get extended's rows `write_index` [num_writes, kernel - 1].
 KERNEL(short_conv)(const void* bcx, const int64_t* taps, const void* weight, const void* bias, void* extended,
                    void* out, void* cache, const int64_t* read_rows, const int64_t* write_rows,
                    const int64_t* write_index, int64_t sequences, int64_t tokens, int64_t hidden, int64_t kernel,
-                   int64_t num_writes, int64_t is_bf16, int64_t num_threads) {
+                   int64_t num_writes, int64_t whole, int64_t is_bf16, int64_t num_threads) {
     if (is_bf16)
         short_conv((const bf16*)bcx, taps, (const bf16*)weight, (const bf16*)bias, (bf16*)extended, (bf16*)out,
                    (bf16*)cache, read_rows, write_rows, write_index, sequences, tokens, hidden, kernel, num_writes,
-                   num_threads);
+                   whole, num_threads);
     else
         short_conv((const float*)bcx, taps, (const float*)weight, (const float*)bias, (float*)extended, (float*)out,
                    (float*)cache, read_rows, write_rows, write_index, sequences, tokens, hidden, kernel, num_writes,
-                   num_threads);
+                   whole, num_threads);
 }
 REPLAYABLE(short_conv)
