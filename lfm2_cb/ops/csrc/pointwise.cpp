@@ -220,7 +220,8 @@ inline void convolve(const Product<T>* rows, int64_t kernel, const float* by_tap
 template <class T>
 void short_conv(const T* bcx, const int64_t* taps, const T* weight, const T* bias, T* extended, T* out, T* cache,
                 const int64_t* read_rows, const int64_t* write_rows, const int64_t* write_index, int64_t sequences,
-                int64_t tokens, int64_t hidden, int64_t kernel, int64_t num_writes, bool whole, int64_t num_threads) {
+                int64_t tokens, int64_t hidden, int64_t kernel, int64_t num_writes, bool whole,
+                int64_t num_threads) {
     const int64_t window = kernel - 1, num_states = sequences * window;
     float* by_tap = (float*)malloc(kernel * hidden * sizeof(float));  // weight, transposed
     T* ones = (T*)malloc(hidden * sizeof(T));
@@ -352,9 +353,9 @@ REPLAYABLE(swiglu)
 
 // bcx [tokens, 3, hidden]: B, C and x; out [tokens, hidden] = C * conv(B * x). cache [any, kernel - 1, hidden]: its
 // rows `read_rows` [sequences] are the states. extended [sequences * (kernel - 1) + tokens, hidden] becomes all states
-// with B * x behind them, which are written if it is to be `whole` alone; taps [kernel, tokens] are rows of it; weight
-// [hidden, kernel]; bias [hidden] or null. Last, the cache's rows `write_rows` [num_writes], where they are not below 0,
-// get extended's rows `write_index` [num_writes, kernel - 1].
+// with B * x behind them, of which the latter are stored only if it is to be `whole`; taps [kernel, tokens] are rows of
+// it; weight [hidden, kernel]; bias [hidden] or null. Last, the cache's rows `write_rows` [num_writes], where they are
+// not below 0, get extended's rows `write_index` [num_writes, kernel - 1].
 KERNEL(short_conv)(const void* bcx, const int64_t* taps, const void* weight, const void* bias, void* extended,
                    void* out, void* cache, const int64_t* read_rows, const int64_t* write_rows,
                    const int64_t* write_index, int64_t sequences, int64_t tokens, int64_t hidden, int64_t kernel,
