@@ -261,6 +261,9 @@ class AdaptedKernels(KernelSet):
             return self._gate(self.linear(module, x))
         return super().linear_swiglu(module, x)
 
+    def _fused_mlp(self, w13: nn.Module, w2: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        return None if w13 in self._layers or w2 in self._layers else super()._fused_mlp(w13, w2, x)
+
     def _replace_heads(self, y: torch.Tensor, x: torch.Tensor, routing: Routing) -> None:
         for place, rows in routing.groups.items():
             if (head := self._active[place].head) is not None:

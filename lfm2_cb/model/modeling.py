@@ -28,7 +28,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..ops.experts import Experts
-from ..ops.kernel_set import MODULE_CALLS, KernelSet, is_plain
+from ..ops.kernel_set import MODULE_CALLS, KernelSet, is_plain, mlp
 from ..ops.linear.dense import PackedLinear
 from ..ops.pointwise import RMSNorm
 from .configuration import Lfm2CbConfig, ffn_width, first_expert_layer, head_dim, layers_of_type, rope_theta, rope_type
@@ -94,11 +94,11 @@ class Lfm2CbMLP(nn.Module):
         self.register_load_state_dict_pre_hook(fuse_stock_names)
 
     def forward(self, x: torch.Tensor, kernels: KernelSet = MODULE_CALLS) -> torch.Tensor:
-        return kernels.linear(self.w2, kernels.linear_swiglu(self.w13, x))
+        return mlp(kernels, self.w13, self.w2, x)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, kernels: KernelSet) -> torch.Tensor:
         """`residual + self(x)`."""
-        return kernels.linear_add(self.w2, kernels.linear_swiglu(self.w13, x), residual)
+        return mlp(kernels, self.w13, self.w2, x, residual)
 
 
 class Lfm2CbAttention(nn.Module):

@@ -19,7 +19,7 @@ from .attention.kv_blocks import KVBlocks, write_rows
 from .experts import Experts, QuantizedExperts, native_mix_experts, route
 from .linear.dense import PackedLinear
 from .linear.int8 import native_rows_int8
-from .linear.quantized import QuantizedEmbedding, QuantizedLinear, fused_swiglu, quantized_linear
+from .linear.quantized import QuantizedEmbedding, QuantizedLinear, fused_mlp, fused_swiglu, quantized_linear
 from .linear.table import DENSE, SWIGLU_TABLE, Product, products
 from .native import NativeKernels, resolve_kernels
 from .pointwise import RMSNorm, add, add_rms_norm, gather_rows, norm_rotate, rms_norm, rotary, rotate, swiglu
@@ -99,6 +99,12 @@ class KernelSet:
             elif is_plain(module, QuantizedLinear.forward):
                 fused = fused_swiglu(self.native, x, module.weights)  # type: ignore[arg-type]
         return self._gate(self.linear(module, x)) if fused is None else fused
+
+    def _fused_mlp(self, w13: nn.Module, w2: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
+        """`linear(w2, linear_swiglu(w13, x))` by one kernel, where there is one."""
+        if self.native is None or not (_is_quantized_without_bias(w13) and _is_quantized_without_bias(w2)):
+            return None
+        return fused_mlp(self.native, x, w13.weights, w2.weights)  # type: ignore[arg-type]
 
     def route(
         self, logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, normalize: bool, scale: float
@@ -270,6 +276,17 @@ class ModuleCalls(KernelSet):
         return _norm_rotate(qkv, heads, q_norm, k_norm, rope)
 
 
+def mlp(
+    kernels: KernelSet, w13: nn.Module, w2: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`linear(w2, linear_swiglu(w13, x))`, and to it the residual, where there is one, as in `linear_add`."""
+    fused = kernels._fused_mlp(w13, w2, x)
+    if fused is not None:
+        return fused if residual is None else kernels.add(fused, residual)
+    gated = kernels.linear_swiglu(w13, x)
+    return kernels.linear(w2, gated) if residual is None else kernels.linear_add(w2, gated, residual)
+
+
 #: the torch reference
 REFERENCE = KernelSet(None)
 #: for every forward that no engine runs
@@ -286,6 +303,11 @@ def _kernel_for(
             if rows <= most:
                 return kernel
     return None
+
+
+def _is_quantized_without_bias(module: nn.Module) -> bool:
+    """Whether a layer does nothing but multiply by a low-bit matrix."""
+    return is_plain(module, QuantizedLinear.forward) and module._parameters.get("bias") is None
 
 
 def _is_table(module: nn.Module) -> bool:

@@ -15,9 +15,10 @@ from lfm2_cb.adapters.peft_config import AdapterError
 from lfm2_cb.adapters.pool import AdaptedKernels
 from lfm2_cb.adapters.projections import base_weight, projections_of
 from lfm2_cb.engine import sharing
-from lfm2_cb.ops.kernel_set import KernelSet
+from lfm2_cb.ops.kernel_set import KernelSet, mlp
 from lfm2_cb.ops.linear.dense import PackedLinear
-from lfm2_cb.ops.linear.table import DENSE, SWIGLU_TABLE
+from lfm2_cb.ops.linear.quantized import QuantizedLinear
+from lfm2_cb.ops.linear.table import DENSE, MLP_TABLE, SWIGLU_TABLE
 from lfm2_cb.ops.native.library import load
 from lfm2_cb.ops.pointwise import swiglu
 from lfm2_cb.scheduling.cache_manager import CacheManager
@@ -270,3 +271,18 @@ def test_a_residual_is_added_after_an_adapter(monkeypatch):
     x, residual = torch.randn(30, 8), torch.randn(30, 6)
     torch.testing.assert_close(kernels.linear_add(changed, x, residual), 2 * changed(x) + residual)
     torch.testing.assert_close(kernels.linear_add(other, x, residual), other(x) + residual)
+
+
+def test_a_layer_with_adapters_is_not_made_by_one_kernel(monkeypatch):
+    """Of both products, and whichever of them is changed: that kernel knows nothing of the deltas."""
+    w13, w2 = QuantizedLinear(8, 64, False, bits=8), QuantizedLinear(32, 8, False, bits=8)
+    for layer in (w13, w2):
+        layer.put(layer.quantize(torch.randn(layer.out_features, layer.in_features)))
+    native, x = load(), torch.randn(40, 8)
+    monkeypatch.setitem(MLP_TABLE, (torch.float32, native.isa), ((inf, lambda native, x, *weights: x),))
+    monkeypatch.setattr(AdaptedKernels, "linear", lambda self, module, x: 2 * module(x))
+    with torch.no_grad():
+        assert mlp(AdaptedKernels(KernelSet(native), {}, {}, None, None), w13, w2, x) is x
+        for changed in (w13, w2):
+            kernels = AdaptedKernels(KernelSet(native), {changed: None}, {}, None, None)
+            assert mlp(kernels, w13, w2, x) is not x

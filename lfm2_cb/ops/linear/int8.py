@@ -121,6 +121,25 @@ def matrix_swiglu_int8(
     return out
 
 
+def matrix_mlp_int8(
+    native: NativeKernels, x: torch.Tensor, weights13: Int8Weights, weights2: Int8Weights
+) -> torch.Tensor:
+    """`matrix_linear_int8(matrix_swiglu_int8(x, weights13), weights2)`, to the bit: gated results are rounded
+    where they are made, and not stored otherwise.
+
+    Args: as there. Returns: `[..., out]` of weights2.
+    """
+    x, gated = x.contiguous(), len(weights13.scale) // 2
+    rows, width, outputs = x.numel() // x.shape[-1], x.shape[-1], len(weights2.scale)
+    out = empty((*x.shape[:-1], outputs), x.dtype)
+    is_bf16, values13, _, scale13 = _weights_for(x, weights13)
+    scratch = *_scratch(rows, weights13), *_scratch(rows, weights2)
+    scale2 = weights2.scale.to(x.dtype)
+    sizes = rows, width, gated, outputs
+    native.call("amx_mlp_int8", x, is_bf16, values13, scale13, weights2.values, scale2, *scratch, out, *sizes)
+    return out
+
+
 def _call(
     name: str, native: NativeKernels, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None
 ) -> torch.Tensor:
@@ -138,7 +157,12 @@ def _weights_for(x: torch.Tensor, weights: Int8Weights) -> tuple[int | torch.Ten
 
 def _scratch_for(x: torch.Tensor, weights: Int8Weights) -> tuple[torch.Tensor, torch.Tensor]:
     """For x in 8 bits, and its scales."""
-    in_tiles = -(-x.numel() // x.shape[-1] // 32) * 32
+    return _scratch(x.numel() // x.shape[-1], weights)
+
+
+def _scratch(rows: int, weights: Int8Weights) -> tuple[torch.Tensor, torch.Tensor]:
+    """Likewise for so many rows."""
+    in_tiles = -(-rows // 32) * 32
     padded, groups = weights.values.shape[1] * 4, weights.sums.shape[1]
     return empty((in_tiles * padded,), torch.uint8), torch.empty(in_tiles * groups, dtype=torch.float32)
 

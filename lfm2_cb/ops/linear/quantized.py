@@ -12,7 +12,7 @@ from torch import nn
 from ..native import NativeKernels, resolve_kernels
 from .int4 import Int4Weights
 from .int8 import PANEL, Int8Weights, quantize_inputs
-from .table import INT4, INT8, product, swiglu_product
+from .table import INT4, INT8, mlp_product, product, swiglu_product
 
 #: output features that the torch reference dequantises at once, so that they stay in the processor's cache
 OUTPUT_CHUNK = 512
@@ -68,6 +68,21 @@ def fused_swiglu(native: NativeKernels, x: torch.Tensor, weights: Weights) -> to
         return None
     kernel = swiglu_product(INT8, x.dtype, native.isa, len(x))
     return None if kernel is None else kernel(native, x, weights, None)
+
+
+def fused_mlp(native: NativeKernels, x: torch.Tensor, weights13: Weights, weights2: Weights) -> torch.Tensor | None:
+    """`quantized_linear(fused_swiglu(x, weights13), weights2)`, to the bit, by one kernel.
+
+    None: there is none for these.
+
+    Args: x `[rows, in]`. Returns: `[rows, out]`.
+    """
+    if not isinstance(weights13, Int8Weights) or not isinstance(weights2, Int8Weights):
+        return None
+    if len(weights13.scale) % (2 * PANEL) or not _can_run(x):
+        return None
+    kernel = mlp_product(x.dtype, native.isa, len(x))
+    return None if kernel is None else kernel(native, x, weights13, weights2)
 
 
 def _can_run(x: torch.Tensor) -> bool:

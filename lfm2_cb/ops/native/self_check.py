@@ -59,6 +59,27 @@ def addition_is_right(kernels: NativeKernels) -> bool:
     kernels.call("amx_linear_int8", x, 1, values, sums, scale, None, *scratch, apart, rows, inner, 2 * width)
     kernels.call("swiglu", apart, expected, rows, width, 1)
     kernels.call("amx_swiglu_int8", x, 1, values, sums, scale, *scratch, out, rows, inner, 2 * width)
+    return torch.equal(out, expected) and int8_mlp_is_right(kernels)
+
+
+def int8_mlp_is_right(kernels: NativeKernels) -> bool:
+    """Whether both products of a small layer of 8-bit weights, made together, are what they are apart."""
+    generator = torch.Generator().manual_seed(0)
+    rows, hidden, gated, outputs = 70, 96, 592, 37  # more gated results than a group has
+    x = torch.randn(rows, hidden, generator=generator).to(torch.bfloat16)
+    values13, values2 = (
+        torch.randint(-32, 33, (panels, inputs // 4, 16, 4), generator=generator, dtype=torch.int8)
+        for panels, inputs in ((gated // 8, 128), (3, 640))
+    )
+    scale13, scale2 = (torch.rand(size, generator=generator).to(x.dtype) for size in (2 * gated, outputs))
+    inputs, gated_inputs = torch.empty(96 * 128, dtype=torch.uint8), torch.empty(96 * 640, dtype=torch.uint8)
+    scales, middle = torch.empty(2 * 96), x.new_empty(rows, gated)
+    expected, out = x.new_full((2, rows, outputs), torch.nan)
+    sizes13, sizes2 = (rows, hidden, 2 * gated), (rows, gated, outputs)
+    kernels.call("amx_swiglu_int8", x, 1, values13, None, scale13, inputs, scales, middle, *sizes13)
+    kernels.call("amx_linear_int8", middle, 1, values2, None, scale2, None, gated_inputs, scales, expected, *sizes2)
+    scratch = inputs, torch.empty(96), gated_inputs, scales
+    kernels.call("amx_mlp_int8", x, 1, values13, scale13, values2, scale2, *scratch, out, rows, hidden, gated, outputs)
     return torch.equal(out, expected)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lfm2_cb.ops import pointwise
-from lfm2_cb.ops.kernel_set import KernelSet
+from lfm2_cb.ops.kernel_set import KernelSet, mlp
 from lfm2_cb.ops.linear import dense
 from lfm2_cb.ops.linear.dense import (
     IN_PLACE,
@@ -26,7 +26,13 @@ from lfm2_cb.ops.linear.dense import (
     packed_matrix_linear,
     packed_matrix_swiglu,
 )
-from lfm2_cb.ops.linear.int8 import Int8Weights, matrix_linear_int8, matrix_swiglu_int8, native_linear_int8
+from lfm2_cb.ops.linear.int8 import (
+    Int8Weights,
+    matrix_linear_int8,
+    matrix_mlp_int8,
+    matrix_swiglu_int8,
+    native_linear_int8,
+)
 from lfm2_cb.ops.linear.quantized import QuantizedLinear
 from lfm2_cb.ops.linear.table import DENSE, products
 from lfm2_cb.ops.native import NativeKernels, build
@@ -241,6 +247,24 @@ def test_int8_gates_and_values_are_as_if_they_were_stored(seed, kernels):
     assert out.dtype == x.dtype and torch.equal(out.nan_to_num(7.0), apart.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_int8_products_with_gates_between_are_as_if_these_were_stored(seed, kernels):
+    """By other kernels: of gated results that are one group of inputs, some and part of one; of rows that pass
+    one block of weights and several; and however many threads share them."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    rows, width, gated = rng.choice(ROWS), rng.choice([1, 64, 100, 513]), 16 * rng.choice([1, 3, 31, 32, 33, 70])
+    weights13 = Int8Weights.quantize(torch.randn(2 * gated, width, generator=generator))
+    weights2 = Int8Weights.quantize(torch.randn(rng.choice([1, 16, 37]), gated, generator=generator))
+    x = torch.randn(rows, width, generator=generator) * 10 ** rng.uniform(-3, 1)
+    x[rng.randrange(rows), rng.randrange(width)] = rng.choice([0.0, 1e4, float("nan")])
+    x = x.to(rng.choice([torch.float32, torch.bfloat16]))
+    stored = pointwise.swiglu(native_linear_int8(kernels, x, weights13), kernels)
+    apart = native_linear_int8(kernels, stored, weights2)
+    torch.set_num_threads(rng.choice([1, 2, 3, 5]))
+    out = matrix_mlp_int8(kernels, x, weights13, weights2)
+    assert out.dtype == x.dtype and torch.equal(out.nan_to_num(7.0), apart.nan_to_num(7.0))
+
+
 def test_the_largest_values_do_not_overflow(kernels):
     for sign in (1, -1):
         weights = Int8Weights.quantize(torch.full((3, 4608), float(sign)))
@@ -394,6 +418,36 @@ def test_int8_gates_and_values_are_not_stored_for_many_rows(amx, dtype):
     assert called(48, 40) == ["amx_linear_int8", "swiglu"]  # gates end within a panel
     assert called(64, 40, bias=True) == ["amx_linear_int8", "swiglu"]
     assert called(64, 40, needs_gradients=True) == ["swiglu"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_gated_results_are_not_stored_for_many_rows(amx, dtype):
+    kernels = KernelSet(amx)
+
+    def called(rows, bits=8, bias=False, hook=False, gated=32):
+        w13, w2 = QuantizedLinear(70, 2 * gated, False, bits=8), QuantizedLinear(gated, 20, bias, bits)
+        for layer in (w13, w2):
+            layer.put(layer.quantize(torch.randn(layer.out_features, layer.in_features)))
+        if bias:
+            torch.nn.init.zeros_(w2.bias)
+        if hook:
+            w13.register_forward_hook(lambda *_: None)
+        x = torch.randn(rows, 70).to(dtype)
+        with torch.no_grad():
+            amx.called.clear()
+            out = mlp(kernels, w13, w2, x)
+            names = list(amx.called)
+            assert torch.equal(out, kernels.linear(w2, kernels.linear_swiglu(w13, x)))
+            residual = torch.randn_like(out)
+            assert torch.equal(mlp(kernels, w13, w2, x, residual), kernels.add(out, residual))
+        return names
+
+    assert called(33) == called(300) == ["amx_mlp_int8"]
+    assert called(32) == ["amx_swiglu_int8", "amx_linear_int8"]
+    assert called(8) == ["linear_int8", "swiglu", "linear_int8"]
+    assert called(40, bits=4)[0] == "amx_swiglu_int8"
+    assert called(40, bias=True) == ["amx_swiglu_int8", "amx_linear_int8"]
+    assert "amx_mlp_int8" not in called(40, hook=True) + called(40, gated=24)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

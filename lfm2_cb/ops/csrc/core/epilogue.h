@@ -155,11 +155,14 @@ struct ScaleAndSwiGLU {
 
     static vec scaled(const float* sums, const T* scales) { return multiply_add(load(sums), load(scales), vec{}); }
     void operator()(int64_t row, int64_t output, const float* sums, int64_t) const {
+        finish(output, sums, out + row * outputs + output);
+    }
+    void finish(int64_t output, const float* sums, T* to) const {
         for (int o = 0; o < TOGETHER; o += W) {
             vec gate = scaled(sums + o, scales + output + o);
             vec value = scaled(sums + TOGETHER + o, scales + outputs + output + o);
             round_both(gate, value, T());
-            store(out + row * outputs + output + o, silu(gate, T()) * value);
+            store(to + o, silu(gate, T()) * value);
         }
     }
 };

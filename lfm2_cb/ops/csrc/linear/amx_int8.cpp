@@ -1,5 +1,5 @@
 // The products of bytes by the processor's matrix units.
-#include "linear/amx_int8.h"
+#include "linear/amx_int8_mlp.h"
 
 // As linear_int8 (csrc/linear/int8.cpp), with inputs and input_scales of a multiple of 32 rows.
 KERNEL(amx_linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums,
@@ -19,3 +19,23 @@ KERNEL(amx_swiglu_int8)(const void* x, int64_t is_bf16, const int8_t* weights, c
                              outputs, [=](const auto& product) { int8::tiles::linear(product, threads); });
 }
 REPLAYABLE(amx_swiglu_int8)
+
+// The same, to the bit, as amx_swiglu_int8 of weights13 and then amx_linear_int8 of weights2 without bias: out [rows,
+// outputs]; `gated` are the inputs of the second, half the outputs of the first.
+KERNEL(amx_mlp_int8)(const void* x, int64_t is_bf16, const int8_t* weights13, const void* scales13,
+                     const int8_t* weights2, const void* scales2, void* inputs, float* input_scales, void* gated_inputs,
+                     float* gated_scales, void* out, int64_t rows, int64_t width, int64_t gated, int64_t outputs,
+                     int64_t threads) {
+    auto start = [&](auto* typed) {
+        using T = std::remove_pointer_t<decltype(typed)>;
+        const int8::Product<T, ScaleAndSwiGLU<T>> first = {
+            (const T*)x, weights13, nullptr, rows, width, 2 * gated, inputs, input_scales,
+            {nullptr, (const T*)scales13, gated}};
+        const int8::Product<T, ScaleAndAddBias<T>> second = {
+            nullptr, weights2, nullptr, rows, gated, outputs, gated_inputs, gated_scales,
+            {(T*)out, (const T*)scales2, nullptr, outputs}};
+        int8::tiles::mlp(first, second, threads);
+    };
+    is_bf16 ? start((bf16*)nullptr) : start((float*)nullptr);
+}
+REPLAYABLE(amx_mlp_int8)

@@ -3,12 +3,13 @@
 //
 // Inputs are rounded into tiles of 16 rows and 64 inputs; 16 fours of inputs of a panel's weights lie as a tile reads
 // them. A thread takes a block of panels, which the second-level cache holds, while the inputs pass by in groups of 32
-// rows, CHUNK groups of inputs at a time, which stay in the first-level cache; the next block is asked for meanwhile.
-// A group's products are added to those before, row by row, while the next group is multiplied. Behind the last row
+// rows, one or two groups of inputs at a time, which stay in the first-level cache; the next block is asked for meanwhile.
+// Their products are added to those before, row by row, while the next are multiplied. Behind the last row
 // lies what makes the tile whole; it is computed with and not stored.
 #pragma once
 
 #include "arch/tiles.h"
+#include "core/scratch.h"
 #include "linear/int8.h"
 
 namespace {
@@ -18,7 +19,6 @@ static_assert(PANEL == TILE_ROWS && FOUR == LINE && GROUP % LINE == 0, "a tile h
 
 constexpr int64_t ROWS = 2 * TILE_ROWS, OUTPUTS = 2 * PANEL;  // that are multiplied together
 constexpr int64_t PAIR = 2 * TILE_BYTES;                      // two tiles of inputs: a step of a group of rows
-constexpr int64_t CHUNK = 2;                                  // groups of inputs that stay in the first-level cache
 
 // Bytes of a block of weights. (Measured on one core of a Xeon with AMX and 2 MB of second-level cache, with 128 KB, 256
 // KB, 512 KB, 768 KB, 1 MB and 1.25 MB, ms: 4,608 inputs and 1,024 outputs 64 rows .27 .27 .31 .31 .36 .39, 128 rows .48
@@ -36,8 +36,11 @@ void lay_out(const Product& p, const Row* from, int64_t row, int64_t group) {
     if (row + 1 == p.rows)
         for (int64_t r = row % ROWS + 1; r < ROWS; r++) scales[r] = 0.0f;
     char* to = (char*)p.inputs + row / ROWS * ROWS * p.padded() + row % ROWS * LINE;
-    for (int64_t k = 0; k < p.group_size(group); k += LINE)
-        memcpy(to + (group * GROUP + k) / LINE * PAIR, rounded + k, LINE);
+    for (int64_t k = 0; k < p.group_size(group); k += LINE) {
+        char* line = to + (group * GROUP + k) / LINE * PAIR;
+        memcpy(line, rounded + k, LINE);
+        __builtin_prefetch(line + ROWS * p.padded(), 1);  // of the next group of rows
+    }
 }
 
 // Two panels of weights that are multiplied together: neighbours or, with gates, these and their values.
@@ -45,6 +48,10 @@ template <class Product>
 struct Pairs {
     static constexpr bool GATED = TAKES_GATES<typename Product::Epilogue>;
     static constexpr int64_t RESULTS = GATED ? PANEL : OUTPUTS;  // of a pair
+    // Groups of inputs that are added together: gates keep vectors busy for longer than tiles need for one. (One core of a
+    // Xeon with AMX, 2,048 rows, ms, minimum of 15, with 1 and 2: 4,608 inputs and 1,024 outputs 9.1 and 10.1; 1,024
+    // inputs and 9,216 outputs with SwiGLU 16.9 and 14.6.)
+    static constexpr int CHUNK = GATED ? 2 : 1;
     const Product& p;
 
     int64_t count() const { return GATED ? p.panels() / 2 : ceil_div(p.panels(), 2); }
@@ -64,119 +71,139 @@ struct Pairs {
     }
 };
 
-// A group of rows by a pair of panels over a group of inputs.
+// A group of rows by a pair of panels over a chunk of the inputs' groups.
 template <class Product>
 struct Part {
     const Product* p;
-    int64_t row, rows, pair, group;
+    int64_t row, rows, pair;
+    Range groups;
     float (*totals)[OUTPUTS];  // [ROWS], of the groups before
 
-    int64_t first_step() const { return group * (GROUP / LINE); }
-    int64_t steps() const { return p->group_size(group) / LINE; }
-    bool is_last() const { return group + 1 == p->groups(); }
-    const float* scales() const { return p->input_scales + (row / ROWS * p->groups() + group) * ROWS; }
+    int64_t first_step() const { return groups.begin * (GROUP / LINE); }
+    int64_t steps() const { return min(groups.end * GROUP, p->padded()) / LINE - first_step(); }
+    bool is_first() const { return groups.begin == 0; }
+    bool is_last() const { return groups.end == p->groups(); }
+    const float* scales() const { return p->input_scales + (row / ROWS * p->groups() + groups.begin) * ROWS; }
     const char* inputs() const { return (const char*)p->inputs + row * p->padded() + first_step() * PAIR; }
-
-    // The products of some rows are added to the totals; the last group's make results of them.
-    void add(const int32_t (*products)[OUTPUTS], Range range) const {
-        if (group == 0)
-            is_last() ? add<true, true>(products, range) : add<true, false>(products, range);
-        else
-            is_last() ? add<false, true>(products, range) : add<false, false>(products, range);
-    }
-    template <bool IS_FIRST, bool IS_LAST>
-    void add(const int32_t (*products)[OUTPUTS], Range range) const {
-        constexpr int64_t RESULTS = Pairs<Product>::RESULTS;
-        const float* of_rows = scales();
-        const int64_t results = Pairs<Product>{*p}.results_from(pair);
-        const auto epilogue = p->epilogue;
-        for (int64_t r = range.begin; r < range.end; r++) {
-            alignas(64) float sums[OUTPUTS];
-            float* to = IS_LAST ? sums : totals[r];
-            for (int64_t o = 0; o < OUTPUTS; o += W) {
-                ivec product;
-                memcpy(&product, products[r] + o, sizeof product);
-                store(to + o, add_scaled(IS_FIRST ? vec{} : load(totals[r] + o), product, of_rows[r]));
-            }
-            if (!IS_LAST) continue;
-            if (results >= RESULTS)  // told apart, so that the usual number is a constant
-                epilogue(row + r, pair * RESULTS, sums, RESULTS);
-            else
-                epilogue(row + r, pair * RESULTS, sums, results);
-        }
-    }
 };
 
-// A part's products, which are added some rows a step.
-template <class Product>
-struct Pending {
-    alignas(64) int32_t products[ROWS][OUTPUTS];
-    Part<Product> part = {};
-    int64_t next = 0, rows_a_step = 0;
+typedef int32_t Products[ROWS][OUTPUTS];
 
-    void begin(const Part<Product>& of, int64_t steps) {
-        part = of;
-        next = 0;
-        rows_a_step = ceil_div(part.rows, steps);
+// Adds a part's products to its totals, some rows a step; those of the last groups make results of them.
+template <class Product, int GROUPS, bool IS_FIRST, bool IS_LAST>
+class Adder {
+  public:
+    // products: of each group.
+    Adder(const Part<Product>& part, const Products* products, int64_t steps)
+        : products{products}, scales{part.scales()}, totals{part.totals}, epilogue{part.p->epilogue}, row{part.row},
+          output{part.pair * RESULTS}, results{Pairs<Product>{*part.p}.results_from(part.pair)}, rows{part.rows},
+          rows_a_step{ceil_div(part.rows, steps)} {}
+
+    [[gnu::always_inline]] void step() { add(min(next + rows_a_step, rows)); }
+    [[gnu::always_inline]] void finish() { add(rows); }
+
+  private:
+    static constexpr int64_t RESULTS = Pairs<Product>::RESULTS;
+    const Products* const products;
+    const float* const scales;  // of the inputs, [GROUPS][ROWS]
+    float (*const totals)[OUTPUTS];
+    const typename Product::Epilogue epilogue;
+    const int64_t row, output, results, rows, rows_a_step;
+    int64_t next = 0;
+
+    [[gnu::always_inline]] void add(int64_t end) {
+        for (; next < end; next++) {
+            alignas(64) float sums[OUTPUTS];
+            float* to = IS_LAST ? sums : totals[next];
+            for (int64_t o = 0; o < OUTPUTS; o += W) {
+                vec total = IS_FIRST ? vec{} : load(totals[next] + o);
+                for (int g = 0; g < GROUPS; g++) {
+                    ivec product;
+                    memcpy(&product, products[g][next] + o, sizeof product);
+                    total = add_scaled(total, product, scales[g * ROWS + next]);
+                }
+                store(to + o, total);
+            }
+            if (IS_LAST && results >= RESULTS) epilogue(row + next, output, sums, RESULTS);
+            if (IS_LAST && results < RESULTS) finish_some(sums);
+        }
     }
-    void step() {
-        if (next < part.rows) add(min(next + rows_a_step, part.rows));
-    }
-    void finish() {
-        if (next < part.rows) add(part.rows);
-    }
-    void add(int64_t end) {
-        part.add(products, {next, end});
-        next = end;
-    }
+    // (Apart, so that the usual number of results is a constant.)
+    [[gnu::noinline]] void finish_some(const float* sums) const { epilogue(row + next, output, sums, results); }
 };
 
 // Multiplies by tiles and meanwhile adds by vectors, which are units of their own.
 template <class Product>
 class Multiplier {
   public:
-    explicit Multiplier(const Product& p) : pairs{p} {}
+    explicit Multiplier(const Product& p) : pairs{p}, held{&p} {}
 
     void multiply(const Part<Product>& part, Prefetcher& weights, Prefetcher& inputs) {
-        part.rows > TILE_ROWS ? multiply<2>(part, weights, inputs) : multiply<1>(part, weights, inputs);
+        with_adder(part.steps(), [&](auto adder) {
+            part.rows > TILE_ROWS ? multiply<2>(part, adder, weights, inputs)
+                                  : multiply<1>(part, adder, weights, inputs);
+        });
+        held = part;
+        which = 1 - which;
     }
     void finish() {
-        int32_t(*const to)[OUTPUTS] = take_held();
+        Products& to = taken();
         take<0>(to);
         take<1>(to);
         take<2>(to);
         take<3>(to);
-        for (auto& some : pending) some.finish();
+        with_adder(1, [](auto adder) { adder.finish(); });
+        held.rows = 0;
     }
 
   private:
     const Pairs<Product> pairs;
     Tiles tiles;
-    Part<Product> held = {};  // whose products tiles 0 ... 3 hold
-    // Gates keep vectors busy for longer than tiles need for a group, so these have a place of their own and the time
-    // of a chunk. (One core of a Xeon with AMX, 2,048 rows of 1,024 inputs and 9,216 outputs, ms: 16.5, with one place
-    // 17.2; without gates 15.0, with two 16.8.)
-    Pending<Product> pending[1 + Pairs<Product>::GATED];
+    // The part whose last products tiles 0 ... 3 hold. It is added while the next one is multiplied.
+    Part<Product> held;
+    static constexpr int CHUNK = Pairs<Product>::CHUNK;
+    alignas(64) Products products[2][CHUNK];  // of the held part and the next, of each of its groups
+    int which = 0;                            // the next one's
+
+    // Where the held products are to be taken.
+    Products& taken() { return products[1 - which][max(1, held.groups.size()) - 1]; }
+
+    // run(the held part's Adder): with nothing held, one without rows.
+    template <class Run>
+    void with_adder(int64_t steps, Run run) {
+        with_constant<CHUNK>(max(1, held.groups.size()), [&](auto groups) {
+            constexpr int GROUPS = decltype(groups)::value;
+            const Products* of_groups = products[1 - which];
+            if (held.rows == 0 || !held.is_first())
+                held.rows && held.is_last() ? run(Adder<Product, GROUPS, false, true>(held, of_groups, steps))
+                                            : run(Adder<Product, GROUPS, false, false>(held, of_groups, steps));
+            else
+                held.is_last() ? run(Adder<Product, GROUPS, true, true>(held, of_groups, steps))
+                               : run(Adder<Product, GROUPS, true, false>(held, of_groups, steps));
+        });
+    }
 
     // Tiles 0 ... 3: the products of TILES tiles of rows and two panels.
-    template <int TILES>
-    void multiply(const Part<Product>& part, Prefetcher& weights, Prefetcher& inputs) {
+    template <int TILES, class Adder>
+    void multiply(const Part<Product>& part, Adder& adder, Prefetcher& weights, Prefetcher& inputs) {
         const int64_t steps = part.steps(), begin = part.first_step() * TILE_BYTES;
         const char* x = part.inputs();
         const char *first = pairs.first(part.pair) + begin, *second = pairs.second(part.pair) + begin;
         const int64_t lines_a_step = part.is_last() ? ceil_div(part.rows, steps) : 0;
         int64_t line = 0;
-        int32_t(*const to)[OUTPUTS] = take_held();
-        held = part;
         for (int64_t s = 0; s < steps; s++) {
             load<TILES>(x + s * PAIR, first + s * TILE_BYTES, second + s * TILE_BYTES);
-            s == 0 ? multiply_first<TILES>(to) : multiply<TILES>();
+            if (s % (GROUP / LINE) == 0)
+                multiply_first<TILES>(s == 0 ? taken() : products[which][s / (GROUP / LINE) - 1]);
+            else
+                multiply<TILES>();
             weights.step();
             inputs.step();
             for (const int64_t end = min(line + lines_a_step, part.rows); line < end; line++)
                 pairs.p.epilogue.prefetch(part.row + line, part.pair * pairs.RESULTS);
-            for (auto& some : pending) some.step();
+            if (s > 0) adder.step();
         }
+        adder.finish();
     }
     // One after another, those of weights first: 24 ns a step in a loop of nothing else, 26 with products between them;
     // and weights not into the first-level cache: 1,024 inputs and 9,216 outputs 18.6 ms, by `load` 22.0 (one core of a
@@ -197,10 +224,10 @@ class Multiplier {
             tiles.multiply_bytes<3, 5, 7>();
         }
     }
-    // A part's first products, between which those of the part before are taken: so tiles go on multiplying. (Taken at
+    // A group's first products, between which those of the group before are taken: so tiles go on multiplying. (Taken at
     // once they cost 3 ns a step.)
     template <int TILES>
-    [[gnu::always_inline]] void multiply_first(int32_t (*to)[OUTPUTS]) {
+    [[gnu::always_inline]] void multiply_first(Products& to) {
         take<0>(to);
         tiles.multiply_bytes<0, 4, 6>();
         take<1>(to);
@@ -212,48 +239,45 @@ class Multiplier {
     }
     // A tile's products, of two tiles of rows and two panels; it is zero afterwards.
     template <int t>
-    [[gnu::always_inline]] void take(int32_t (*to)[OUTPUTS]) {
+    [[gnu::always_inline]] void take(Products& to) {
         tiles.store<t>(to[t / 2 * TILE_ROWS] + t % 2 * PANEL, sizeof *to);
         tiles.zero<t>();
     }
-    // Where the products that tiles hold are to be taken, to be added from then on.
-    int32_t (*take_held())[OUTPUTS] {
-        if (held.rows == 0) return pending[0].products;  // none
-        Pending<Product>& to = pending[pairs.GATED && held.is_last()];
-        pending[0].finish();
-        to.finish();
-        const int64_t chunk = held.group - held.group % CHUNK;
-        to.begin(held, &to == pending ? held.steps() : held.first_step() + held.steps() - chunk * (GROUP / LINE));
-        held.rows = 0;
-        return to.products;
-    }
 };
 
-// Some pairs of panels by groups of 32 rows.
-template <class Product>
-void compute(const Product& p, Range row_groups, Range range) {
+// Some pairs of panels by groups of 32 rows. passed(g): all their results of a group of rows are there. The first of
+// those up to `then` are asked for meanwhile.
+template <class Product, class Passed>
+void compute(const Product& p, Range row_groups, Range range, int64_t then, const Passed& passed) {
     typedef float Totals[ROWS][OUTPUTS];
     const Pairs<Product> pairs = {p};
     const int64_t groups = p.groups(), block = max(1, block_bytes(p.rows) / (2 * pairs.bytes()));
-    Totals* totals = (Totals*)aligned_alloc(LINE, max(2, block) * sizeof(Totals));
+    const int64_t chunk = groups <= pairs.CHUNK ? groups : 1;
+    const ScratchArray<Totals> totals(max(2, block));
     Multiplier<Product> multiplier(p);
     for_each_tile(range, block, [&](int64_t begin, int64_t count) {
         const int64_t end = begin + count, steps = count * (p.padded() / LINE);
-        const int64_t held = groups <= CHUNK ? 2 : max(2, count);  // totals: a pair's, and one's that is being finished
-        Prefetcher weights = pairs.prefetcher({end, min(end + count, range.end)}, row_groups.size() * steps);
+        const int64_t held = chunk == groups ? 2 : max(2, count);  // totals: a pair's, and one's that is being finished
+        const bool is_last = end == range.end;
+        Prefetcher weights = pairs.prefetcher({end, min(end + count, then)}, row_groups.size() * steps);
         for (int64_t g = row_groups.begin; g < row_groups.end; g++) {
             const int64_t row = g * ROWS, rows = min(ROWS, p.rows - row);
             const char* next = (const char*)p.inputs + (row + ROWS) * p.padded();
             Prefetcher inputs = Prefetcher::over(next, next + (g + 1 < row_groups.end ? ROWS * p.padded() : 0), steps);
-            for (int64_t chunk = 0; chunk < groups; chunk += CHUNK)
-                for (int64_t i = 0; i < count; i++)
-                    for (int64_t group = chunk; group < min(chunk + CHUNK, groups); group++)
-                        multiplier.multiply({&p, row, rows, begin + i, group, totals[(g * count + i) % held]}, weights,
-                                            inputs);
+            for (int64_t group = 0; group < groups; group += chunk)
+                for (int64_t i = 0; i < count; i++) {
+                    multiplier.multiply({&p, row, rows, begin + i, {group, min(group + chunk, groups)},
+                                         totals[(g * count + i) % held]}, weights, inputs);
+                    if (is_last && g > row_groups.begin && group + i == 0) passed(g - 1);
+                }
         }
         multiplier.finish();
+        if (is_last) passed(row_groups.end - 1);
     });
-    free(totals);
+}
+template <class Product>
+void compute(const Product& p, Range row_groups, Range range) {
+    compute(p, row_groups, range, range.end, [](int64_t) {});
 }
 
 // All rows and some of the panels, which begin at an even one.
@@ -262,15 +286,26 @@ void multiply(const Product& p, Range panels) {
     compute(p, {0, ceil_div(p.rows, ROWS)}, {panels.begin / 2, ceil_div(panels.end, 2)});
 }
 
+// Inputs that are rounded, as threads share it.
 template <class Product>
-void linear(const Product& p, int64_t threads) {
+void multiply_rounded(const Product& p, int64_t threads) {
     const int64_t pairs = Pairs<Product>{p}.count(), row_groups = ceil_div(p.rows, ROWS);
     // Threads share the panels; where these are few, the rows as well.
     const int64_t row_parts = min(ceil_div(threads, pairs), row_groups), parts = ceil_div(threads, row_parts);
-    p.round_all(threads, [&](int64_t row, int64_t group) { lay_out(p, p.x + row * p.width, row, group); });
     parallel_for(row_parts * parts, threads, [&](int64_t task) {
         compute(p, part_of(row_groups, task % row_parts, row_parts), part_of(pairs, task / row_parts, parts));
     });
+}
+
+template <class Product>
+void round_inputs_of(const Product& p, int64_t threads) {
+    p.round_all(threads, [&](int64_t row, int64_t group) { lay_out(p, p.x + row * p.width, row, group); });
+}
+
+template <class Product>
+void linear(const Product& p, int64_t threads) {
+    round_inputs_of(p, threads);
+    multiply_rounded(p, threads);
 }
 
 }  // namespace int8::tiles
