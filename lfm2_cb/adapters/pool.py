@@ -237,11 +237,11 @@ class AdaptedKernels(KernelSet):
         self._tokens.put(places)
         self._logits.put(places)
 
-    def linear(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        y = super().linear(module, x)
+    def linear(self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         layer = self._layers.get(module)
         if layer is None:
-            return y
+            return super().linear(module, x, residual)
+        y = super().linear(module, x)
         routing = self._logits if layer.is_head else self._tokens
         if layer.is_head:
             self._replace_heads(y, x, routing)
@@ -249,20 +249,17 @@ class AdaptedKernels(KernelSet):
             add_deltas(self.native, y, x.contiguous(), layer.table, layer.edges, routing)
         else:
             self._add_by_torch(y, x, layer, routing)
-        return y
-
-    def linear_add(self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        if module in self._layers:
-            return self.add(self.linear(module, x), residual)
-        return super().linear_add(module, x, residual)
+        return y if residual is None else self.add(y, residual)
 
     def linear_swiglu(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         if module in self._layers:  # the gates and values are changed
             return self._gate(self.linear(module, x))
         return super().linear_swiglu(module, x)
 
-    def _fused_mlp(self, w13: nn.Module, w2: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-        return None if w13 in self._layers or w2 in self._layers else super()._fused_mlp(w13, w2, x)
+    def _fused_mlp(
+        self, w13: nn.Module, w2: nn.Module, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        return None if w13 in self._layers or w2 in self._layers else super()._fused_mlp(w13, w2, x, residual)
 
     def _replace_heads(self, y: torch.Tensor, x: torch.Tensor, routing: Routing) -> None:
         for place, rows in routing.groups.items():

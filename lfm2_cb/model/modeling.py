@@ -132,7 +132,7 @@ class Lfm2CbAttention(nn.Module):
     ) -> torch.Tensor:
         """`residual + self(x, rope, state)[0]`."""
         mixed, _ = self._mix(x, rope, state)
-        return state.kernels.linear_add(self.out_proj, mixed, residual)
+        return state.kernels.linear(self.out_proj, mixed, residual)
 
     def _mix(
         self, x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
@@ -157,7 +157,7 @@ class Lfm2CbShortConv(nn.Module):
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, state: SequenceState) -> torch.Tensor:
         """`residual + self(x, state)`."""
-        return state.kernels.linear_add(self.out_proj, self._mix(x, state), residual)
+        return state.kernels.linear(self.out_proj, self._mix(x, state), residual)
 
     @force_accelerate_hooks("conv")
     def _mix(self, x: torch.Tensor, state: SequenceState) -> torch.Tensor:
@@ -183,11 +183,11 @@ class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
     def forward(
         self, hidden_states: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
     ) -> torch.Tensor:
-        kernels, mlp = state.kernels, self.feed_forward
+        kernels, feed_forward = state.kernels, self.feed_forward
         hidden_states, normed = self._operate(hidden_states, rope, state)
-        if kernels.native is not None and isinstance(mlp, Lfm2CbMLP) and is_plain(mlp, Lfm2CbMLP.forward):
-            return mlp.add_to(hidden_states, normed, kernels)
-        return kernels.add(hidden_states, mlp(normed, kernels))
+        if isinstance(feed_forward, Lfm2CbMLP) and _takes_residuals(feed_forward, Lfm2CbMLP.forward, kernels):
+            return feed_forward.add_to(hidden_states, normed, kernels)
+        return kernels.add(hidden_states, feed_forward(normed, kernels))
 
     def _operate(
         self, hidden_states: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor], state: SequenceState
@@ -197,17 +197,23 @@ class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
         normed = kernels.norm(self.operator_norm, hidden_states)
         if self.is_attention_layer:
             attention = self.self_attn
-            if kernels.native is not None and is_plain(attention, Lfm2CbAttention.forward):
+            if _takes_residuals(attention, Lfm2CbAttention.forward, kernels):
                 hidden_states = attention.add_to(hidden_states, normed, rope, state)
                 return hidden_states, kernels.norm(self.ffn_norm, hidden_states)
             mixed, _ = attention(normed, rope, state)
         else:
             conv = self.conv
-            if kernels.native is not None and is_plain(conv, Lfm2CbShortConv.forward):
+            if _takes_residuals(conv, Lfm2CbShortConv.forward, kernels):
                 hidden_states = conv.add_to(hidden_states, normed, state)
                 return hidden_states, kernels.norm(self.ffn_norm, hidden_states)
             mixed = conv(normed, state)
         return kernels.add_norm(self.ffn_norm, mixed, hidden_states)
+
+
+def _takes_residuals(module: nn.Module, forward: object, kernels: KernelSet) -> bool:
+    """Whether a part of a layer may add its result to the hidden states itself: its last product does so by a kernel,
+    and nobody waits for the result."""
+    return kernels.native is not None and is_plain(module, forward)
 
 
 class Lfm2CbPreTrainedModel(PreTrainedModel):

@@ -70,24 +70,17 @@ class KernelSet:
         """Whether everything runs in torch."""
         return self.native is None and self.triton is None
 
-    def linear(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """`module(x)` of a linear layer: `[tokens, out]`."""
+    def linear(self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """`module(x)` of a linear layer, `[tokens, out]`; and to it, once rounded, a residual `[tokens, out]`."""
+        residual = None if residual is None else residual.contiguous()
         if is_plain(module, PackedLinear.forward):
             if (kernel := _kernel_for(module, x, self._dense)) is not None:
                 # By the dictionary: a product of one row takes some 100 µs, and every attribute asked of a module one.
                 parameters = module._parameters
-                return kernel(self.native, x, parameters["weight"], parameters["bias"])  # type: ignore[arg-type]
+                return kernel(self.native, x, parameters["weight"], parameters["bias"], residual)
         elif is_plain(module, QuantizedLinear.forward):
-            return quantized_linear(x, module.weights, module.bias, self.native)  # type: ignore[arg-type]
-        return module(x)
-
-    def linear_add(self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """`add(linear(module, x), residual)`, to the bit."""
-        fits = is_plain(module, PackedLinear.forward) and residual.is_contiguous()
-        if fits and (kernel := _kernel_for(module, x, self._dense)) is not None:
-            parameters = module._parameters
-            return kernel(self.native, x, parameters["weight"], parameters["bias"], residual)
-        return self.add(self.linear(module, x), residual)
+            return quantized_linear(x, module.weights, module.bias, self.native, residual)  # type: ignore[arg-type]
+        return module(x) if residual is None else self.add(module(x), residual)
 
     def linear_swiglu(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """`swiglu(linear(module, x))`, of a layer that makes gates and values."""
@@ -100,11 +93,14 @@ class KernelSet:
                 fused = fused_swiglu(self.native, x, module.weights)  # type: ignore[arg-type]
         return self._gate(self.linear(module, x)) if fused is None else fused
 
-    def _fused_mlp(self, w13: nn.Module, w2: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-        """`linear(w2, linear_swiglu(w13, x))` by one kernel, where there is one."""
+    def _fused_mlp(
+        self, w13: nn.Module, w2: nn.Module, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """What `mlp` gives, by one kernel, where there is one."""
         if self.native is None or not (_is_quantized_without_bias(w13) and _is_quantized_without_bias(w2)):
             return None
-        return fused_mlp(self.native, x, w13.weights, w2.weights)  # type: ignore[arg-type]
+        residual = None if residual is None else residual.contiguous()
+        return fused_mlp(self.native, x, w13.weights, w2.weights, residual)  # type: ignore[arg-type]
 
     def route(
         self, logits: torch.Tensor, bias: torch.Tensor | None, top_k: int, normalize: bool, scale: float
@@ -248,8 +244,8 @@ class ModuleCalls(KernelSet):
     def __init__(self) -> None:
         super().__init__(None)
 
-    def linear(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return module(x)
+    def linear(self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        return module(x) if residual is None else module(x) + residual
 
     def experts(
         self, module: nn.Module, x: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor
@@ -279,12 +275,9 @@ class ModuleCalls(KernelSet):
 def mlp(
     kernels: KernelSet, w13: nn.Module, w2: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`linear(w2, linear_swiglu(w13, x))`, and to it the residual, where there is one, as in `linear_add`."""
-    fused = kernels._fused_mlp(w13, w2, x)
-    if fused is not None:
-        return fused if residual is None else kernels.add(fused, residual)
-    gated = kernels.linear_swiglu(w13, x)
-    return kernels.linear(w2, gated) if residual is None else kernels.linear_add(w2, gated, residual)
+    """`linear(w2, linear_swiglu(w13, x), residual)`."""
+    fused = kernels._fused_mlp(w13, w2, x, residual)
+    return kernels.linear(w2, kernels.linear_swiglu(w13, x), residual) if fused is None else fused
 
 
 #: the torch reference

@@ -264,15 +264,6 @@ def test_gates_and_values_that_adapters_change_are_stored(monkeypatch):
     torch.testing.assert_close(kernels.linear_swiglu(other, x), swiglu(other(x)))
 
 
-def test_a_residual_is_added_after_an_adapter(monkeypatch):
-    changed, other = (PackedLinear(8, 6).requires_grad_(False) for _ in range(2))
-    kernels = AdaptedKernels(KernelSet(load()), {changed: None}, {}, None, None)
-    monkeypatch.setattr(AdaptedKernels, "linear", lambda self, module, x: 2 * module(x))
-    x, residual = torch.randn(30, 8), torch.randn(30, 6)
-    torch.testing.assert_close(kernels.linear_add(changed, x, residual), 2 * changed(x) + residual)
-    torch.testing.assert_close(kernels.linear_add(other, x, residual), other(x) + residual)
-
-
 def test_a_layer_with_adapters_is_not_made_by_one_kernel(monkeypatch):
     """Of both products, and whichever of them is changed: that kernel knows nothing of the deltas."""
     w13, w2 = QuantizedLinear(8, 64, False, bits=8), QuantizedLinear(32, 8, False, bits=8)
@@ -280,7 +271,7 @@ def test_a_layer_with_adapters_is_not_made_by_one_kernel(monkeypatch):
         layer.put(layer.quantize(torch.randn(layer.out_features, layer.in_features)))
     native, x = load(), torch.randn(40, 8)
     monkeypatch.setitem(MLP_TABLE, (torch.float32, native.isa), ((inf, lambda native, x, *weights: x),))
-    monkeypatch.setattr(AdaptedKernels, "linear", lambda self, module, x: 2 * module(x))
+    monkeypatch.setattr(AdaptedKernels, "linear", lambda self, module, x, residual=None: 2 * module(x))
     with torch.no_grad():
         assert mlp(AdaptedKernels(KernelSet(native), {}, {}, None, None), w13, w2, x) is x
         for changed in (w13, w2):

@@ -87,11 +87,17 @@ def _unpack(packed: torch.Tensor) -> torch.Tensor:
 
 
 def native_linear_int4(
-    native: NativeKernels, x: torch.Tensor, weights: Int4Weights, bias: torch.Tensor | None = None
+    native: NativeKernels,
+    x: torch.Tensor,
+    weights: Int4Weights,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`x @ weights.T + bias` for fp32 or bf16 x, summed in integers (csrc/linear/int4.h).
 
     A row's result does not depend on the rows beside it, nor on the instruction set (but for "plain").
+
+    Args: residual: `[..., out]`, contiguous and of x's dtype, which is added to the rounded result.
     """
     out_features, in_features = len(weights.values), x.shape[-1]
     rows, chunks = x.numel() // in_features, -(-in_features // _CHUNK)
@@ -103,6 +109,7 @@ def native_linear_int4(
         weights.values,
         weights.scale.to(torch.bfloat16),
         None if bias is None else bias.to(x.dtype),
+        residual,
         torch.empty(chunks * rows * _CHUNK, dtype=torch.int16),
         torch.empty(chunks * rows, dtype=torch.float32),
         out,

@@ -92,20 +92,30 @@ def quantize_inputs(x: torch.Tensor) -> torch.Tensor:
 
 
 def native_linear_int8(
-    native: NativeKernels, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None = None
+    native: NativeKernels,
+    x: torch.Tensor,
+    weights: Int8Weights,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`quantize_inputs(x) @ weights.T + bias` for fp32 or bf16 x, summed in integers (csrc/linear/int8_vectors.h).
 
     A row's result does not depend on the rows beside it, nor on the instruction set (but for "plain").
+
+    Args: residual: `[..., out]`, contiguous and of x's dtype, which is added to the rounded result.
     """
-    return _call("linear_int8", native, x, weights, bias)
+    return _call("linear_int8", native, x, weights, bias, residual)
 
 
 def matrix_linear_int8(
-    native: NativeKernels, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None = None
+    native: NativeKernels,
+    x: torch.Tensor,
+    weights: Int8Weights,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same, to the bit, by the processor's matrix units (csrc/linear/amx_int8.h); without them, emulated."""
-    return _call("amx_linear_int8", native, x, weights, bias)
+    return _call("amx_linear_int8", native, x, weights, bias, residual)
 
 
 def matrix_swiglu_int8(
@@ -122,10 +132,14 @@ def matrix_swiglu_int8(
 
 
 def matrix_mlp_int8(
-    native: NativeKernels, x: torch.Tensor, weights13: Int8Weights, weights2: Int8Weights
+    native: NativeKernels,
+    x: torch.Tensor,
+    weights13: Int8Weights,
+    weights2: Int8Weights,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`matrix_linear_int8(matrix_swiglu_int8(x, weights13), weights2)`, to the bit: gated results are rounded
-    where they are made, and not stored otherwise.
+    """`matrix_linear_int8(matrix_swiglu_int8(x, weights13), weights2, None, residual)`, to the bit: gated results are
+    rounded where they are made, and not stored otherwise.
 
     Args: as there. Returns: `[..., out]` of weights2.
     """
@@ -136,16 +150,23 @@ def matrix_mlp_int8(
     scratch = *_scratch(rows, weights13), *_scratch(rows, weights2)
     scale2 = weights2.scale.to(x.dtype)
     sizes = rows, width, gated, outputs
-    native.call("amx_mlp_int8", x, is_bf16, values13, scale13, weights2.values, scale2, *scratch, out, *sizes)
+    matrices = values13, scale13, weights2.values, scale2
+    native.call("amx_mlp_int8", x, is_bf16, *matrices, residual, *scratch, out, *sizes)
     return out
 
 
 def _call(
-    name: str, native: NativeKernels, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None
+    name: str,
+    native: NativeKernels,
+    x: torch.Tensor,
+    weights: Int8Weights,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
 ) -> torch.Tensor:
     x, out = x.contiguous(), empty((*x.shape[:-1], len(weights.scale)), x.dtype)
     bias = None if bias is None else bias.to(x.dtype)
-    native.call(name, x, *_weights_for(x, weights), bias, *_scratch_for(x, weights), out, *_sizes(x, weights))
+    added = bias, residual
+    native.call(name, x, *_weights_for(x, weights), *added, *_scratch_for(x, weights), out, *_sizes(x, weights))
     return out
 
 

@@ -40,21 +40,32 @@ def reference_linear(x: torch.Tensor, weights: Weights, bias: torch.Tensor | Non
 
 
 def native_linear(
-    native: NativeKernels, x: torch.Tensor, weights: Weights, bias: torch.Tensor | None = None
+    native: NativeKernels,
+    x: torch.Tensor,
+    weights: Weights,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `reference_linear` computes, for fp32 or bf16 x, summed in integers, by the table's kernel."""
+    """What `reference_linear` computes, for fp32 or bf16 x, summed in integers, by the table's kernel; and to it, once
+    rounded, a residual `[..., out]`, contiguous and of x's dtype."""
     weights_format = INT8 if isinstance(weights, Int8Weights) else INT4
-    return product(weights_format, x.dtype, native.isa, x.numel() // x.shape[-1])(native, x, weights, bias)
+    kernel = product(weights_format, x.dtype, native.isa, x.numel() // x.shape[-1])
+    return kernel(native, x, weights, bias, residual)
 
 
 def quantized_linear(
-    x: torch.Tensor, weights: Weights, bias: torch.Tensor | None = None, native: NativeKernels | None = None
+    x: torch.Tensor,
+    weights: Weights,
+    bias: torch.Tensor | None = None,
+    native: NativeKernels | None = None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """By the native kernels for any number of rows, so that no row depends on how many there are; by the torch
     reference without them, and for gradients."""
     if native is None or not _can_run(x):
-        return reference_linear(x, weights, bias)
-    return native_linear(native, x, weights, bias)
+        product = reference_linear(x, weights, bias)
+        return product if residual is None else product + residual
+    return native_linear(native, x, weights, bias, residual)
 
 
 def fused_swiglu(native: NativeKernels, x: torch.Tensor, weights: Weights) -> torch.Tensor | None:
@@ -70,8 +81,11 @@ def fused_swiglu(native: NativeKernels, x: torch.Tensor, weights: Weights) -> to
     return None if kernel is None else kernel(native, x, weights, None)
 
 
-def fused_mlp(native: NativeKernels, x: torch.Tensor, weights13: Weights, weights2: Weights) -> torch.Tensor | None:
-    """`quantized_linear(fused_swiglu(x, weights13), weights2)`, to the bit, by one kernel.
+def fused_mlp(
+    native: NativeKernels, x: torch.Tensor, weights13: Weights, weights2: Weights, residual: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """`quantized_linear` by weights2 of `fused_swiglu` by weights13, with a residual or without, to the bit, by one
+    kernel.
 
     None: there is none for these.
 
@@ -82,7 +96,7 @@ def fused_mlp(native: NativeKernels, x: torch.Tensor, weights13: Weights, weight
     if len(weights13.scale) % (2 * PANEL) or not _can_run(x):
         return None
     kernel = mlp_product(x.dtype, native.isa, len(x))
-    return None if kernel is None else kernel(native, x, weights13, weights2)
+    return None if kernel is None else kernel(native, x, weights13, weights2, residual)
 
 
 def _can_run(x: torch.Tensor) -> bool:

@@ -17,7 +17,7 @@ from .int4 import native_linear_int4
 from .int8 import Int8Weights, matrix_linear_int8, matrix_mlp_int8, matrix_swiglu_int8, native_linear_int8
 
 #: (native kernels, x `[rows, in]`, weights, bias or None) → `[rows, out]`; weights are a matrix, or a quantised one.
-#: Those of dense weights take a residual `[rows, out]`, too, which they add.
+#: Behind the bias they take a residual `[rows, out]`, too, or None, which they add.
 Product = Callable[..., torch.Tensor]
 #: kernels by the largest number of rows that each is for, ascending; the last is for any number
 ByRows = Sequence[tuple[float, Product]]
@@ -63,8 +63,9 @@ SWIGLU_TABLE: dict[tuple[str, torch.dtype, str], Sequence[tuple[float, Product |
     (INT8, torch.bfloat16, "amx"): ((8, None), (inf, matrix_swiglu_int8)),
 }
 
-#: (native kernels, x, weights of gates and values, weights of what takes `swiglu` of them) → `[rows, out]`
-Mlp = Callable[[NativeKernels, torch.Tensor, Int8Weights, Int8Weights], torch.Tensor]
+#: (native kernels, x, weights of gates and values, weights of what takes `swiglu` of them, residual or None) →
+#: `[rows, out]`
+Mlp = Callable[[NativeKernels, torch.Tensor, Int8Weights, Int8Weights, torch.Tensor | None], torch.Tensor]
 #: as `SWIGLU_TABLE`, of both products of 8-bit weights, by dtype and instruction set. (Threads share the second's
 #: groups of inputs, which are too few to be shared evenly where there is but one group of 32 rows. Together they take
 #: 4 to 15 % less than apart: 64 to 2,048 rows, 1,024 and 4,608 inputs, one core of a Xeon with AMX.)

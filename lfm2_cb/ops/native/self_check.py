@@ -26,7 +26,7 @@ def addition_is_right(kernels: NativeKernels) -> bool:
     def linear_int8(kernels: NativeKernels, name: str = "linear_int8") -> torch.Tensor:
         out = x.new_full((rows, outputs), torch.nan)
         scratch = torch.empty(64 * padded, dtype=torch.uint8), torch.empty(64 * groups, dtype=torch.float32)
-        kernels.call(name, x, 1, values, sums, scale, bias, *scratch, out, rows, inner, outputs)
+        kernels.call(name, x, 1, values, sums, scale, bias, None, *scratch, out, rows, inner, outputs)
         return out
 
     if kernels.isa == "avx512bf16":
@@ -56,7 +56,7 @@ def addition_is_right(kernels: NativeKernels) -> bool:
     scale = torch.rand(2 * width, generator=generator).to(x.dtype)
     apart, expected, out = (x.new_full((rows, size), torch.nan) for size in (2 * width, width, width))
     scratch = torch.empty(64 * padded, dtype=torch.uint8), torch.empty(64 * groups, dtype=torch.float32)
-    kernels.call("amx_linear_int8", x, 1, values, sums, scale, None, *scratch, apart, rows, inner, 2 * width)
+    kernels.call("amx_linear_int8", x, 1, values, sums, scale, None, None, *scratch, apart, rows, inner, 2 * width)
     kernels.call("swiglu", apart, expected, rows, width, 1)
     kernels.call("amx_swiglu_int8", x, 1, values, sums, scale, *scratch, out, rows, inner, 2 * width)
     return torch.equal(out, expected) and int8_mlp_is_right(kernels)
@@ -77,9 +77,13 @@ def int8_mlp_is_right(kernels: NativeKernels) -> bool:
     expected, out = x.new_full((2, rows, outputs), torch.nan)
     sizes13, sizes2 = (rows, hidden, 2 * gated), (rows, gated, outputs)
     kernels.call("amx_swiglu_int8", x, 1, values13, None, scale13, inputs, scales, middle, *sizes13)
-    kernels.call("amx_linear_int8", middle, 1, values2, None, scale2, None, gated_inputs, scales, expected, *sizes2)
+    kernels.call(
+        "amx_linear_int8", middle, 1, values2, None, scale2, None, None, gated_inputs, scales, expected, *sizes2
+    )
     scratch = inputs, torch.empty(96), gated_inputs, scales
-    kernels.call("amx_mlp_int8", x, 1, values13, scale13, values2, scale2, *scratch, out, rows, hidden, gated, outputs)
+    kernels.call(
+        "amx_mlp_int8", x, 1, values13, scale13, values2, scale2, None, *scratch, out, rows, hidden, gated, outputs
+    )
     return torch.equal(out, expected)
 
 

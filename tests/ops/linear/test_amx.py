@@ -229,7 +229,11 @@ def test_more_threads_than_panels_share_the_rows(kernels, product):
 @pytest.mark.parametrize("seed", range(30))
 def test_int8_is_the_other_kernels_to_the_bit(seed, kernels):
     case = Int8Case(seed)
-    assert torch.equal(matrix_linear_int8(kernels, *case.args), native_linear_int8(kernels, *case.args))
+    apart = native_linear_int8(kernels, *case.args)
+    assert torch.equal(matrix_linear_int8(kernels, *case.args), apart)
+    residual = torch.randn(apart.shape).mul_(apart.abs().amax()).to(apart.dtype)
+    for product in (native_linear_int8, matrix_linear_int8):
+        assert torch.equal(product(kernels, *case.args, residual), pointwise.add(apart, residual, kernels))
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -200,6 +200,8 @@ def test_bfloat16_rounds_once(seed, bits, kernels):
     out = native_linear(kernels, *case.args)
     assert out.dtype == torch.bfloat16
     assert ((out.double() - case.answer).abs() <= case.by_kernel + case.answer.abs() * 2**-8).all()
+    residual = torch.randn(out.shape).mul_(out.abs().amax()).bfloat16()
+    assert torch.equal(native_linear(kernels, *case.args, residual), out + residual)
 
 
 @needs_compiler

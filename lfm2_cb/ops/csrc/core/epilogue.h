@@ -112,31 +112,40 @@ constexpr bool TAKES_GATES = false;
 template <class Epilogue>
 constexpr bool TAKES_GATES<Epilogue, std::void_t<decltype(Epilogue::takes_gates)>> = true;
 
-// out [rows][outputs] = sums * scales + bias: a scale for each output.
+// out [rows][outputs] = sums * scales + bias, rounded, + residual, as in AddBias: a scale for each output.
 template <class T>
 struct ScaleAndAddBias {
     T* out;
     const T *scales, *bias;  // bias may be null
     int64_t outputs;
+    const T* residual = nullptr;
 
-    void prefetch(int64_t row, int64_t output) const { __builtin_prefetch(out + row * outputs + output, 1); }
+    const T* residual_at(int64_t row, int64_t output) const {
+        return residual ? residual + row * outputs + output : nullptr;
+    }
+    void prefetch(int64_t row, int64_t output) const {
+        __builtin_prefetch(out + row * outputs + output, 1);
+        if (residual) __builtin_prefetch(residual_at(row, output));
+    }
 
     struct Finish {
         const float* sums;
-        const T *scales, *bias;
+        const T *scales, *bias, *residual;
 
         vec vector(int64_t o) const {
             const vec addend = bias ? load(bias + o) : vec{};
-            return multiply_add(load(sums + o), load(scales + o), addend);
+            const vec result = multiply_add(load(sums + o), load(scales + o), addend);
+            return residual ? rounded<T>(result) + load(residual + o) : result;
         }
         float scalar(int64_t o) const {
-            return multiply_add(sums[o], to_float(scales[o]), bias ? to_float(bias[o]) : 0.0f);
+            const float result = multiply_add(sums[o], to_float(scales[o]), bias ? to_float(bias[o]) : 0.0f);
+            return residual ? rounded<T>(result) + to_float(residual[o]) : result;
         }
     };
 
     void operator()(int64_t row, int64_t output, const float* sums, int64_t count) const {
         store_finished(out + row * outputs + output, count,
-                       Finish{sums, scales + output, bias ? bias + output : nullptr});
+                       Finish{sums, scales + output, bias ? bias + output : nullptr, residual_at(row, output)});
     }
 };
 

@@ -3,10 +3,10 @@
 
 // As linear_int8 (csrc/linear/int8.cpp), with inputs and input_scales of a multiple of 32 rows.
 KERNEL(amx_linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums,
-                        const void* scales, const void* bias, void* inputs, float* input_scales, void* out,
-                        int64_t rows, int64_t width, int64_t outputs, int64_t threads) {
-    int8::with_product<false>(x, is_bf16, weights, sums, scales, bias, inputs, input_scales, out, rows, width, outputs,
-                              [=](const auto& product) { int8::tiles::linear(product, threads); });
+                        const void* scales, const void* bias, const void* residual, void* inputs, float* input_scales,
+                        void* out, int64_t rows, int64_t width, int64_t outputs, int64_t threads) {
+    int8::with_product<false>(x, is_bf16, weights, sums, scales, bias, residual, inputs, input_scales, out, rows,
+                              width, outputs, [=](const auto& product) { int8::tiles::linear(product, threads); });
 }
 REPLAYABLE(amx_linear_int8)
 
@@ -15,15 +15,15 @@ REPLAYABLE(amx_linear_int8)
 KERNEL(amx_swiglu_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums, const void* scales,
                         void* inputs, float* input_scales, void* out, int64_t rows, int64_t width, int64_t outputs,
                         int64_t threads) {
-    int8::with_product<true>(x, is_bf16, weights, sums, scales, nullptr, inputs, input_scales, out, rows, width,
-                             outputs, [=](const auto& product) { int8::tiles::linear(product, threads); });
+    int8::with_product<true>(x, is_bf16, weights, sums, scales, nullptr, nullptr, inputs, input_scales, out, rows,
+                             width, outputs, [=](const auto& product) { int8::tiles::linear(product, threads); });
 }
 REPLAYABLE(amx_swiglu_int8)
 
-// The same, to the bit, as amx_swiglu_int8 of weights13 and then amx_linear_int8 of weights2 without bias: out [rows,
-// outputs]; `gated` are the inputs of the second, half the outputs of the first.
+// The same, to the bit, as amx_swiglu_int8 of weights13 and then amx_linear_int8 of weights2, with residual or null and
+// without bias: out [rows, outputs]; `gated` are the inputs of the second, half the outputs of the first.
 KERNEL(amx_mlp_int8)(const void* x, int64_t is_bf16, const int8_t* weights13, const void* scales13,
-                     const int8_t* weights2, const void* scales2, void* inputs, float* input_scales, void* gated_inputs,
+                     const int8_t* weights2, const void* scales2, const void* residual, void* inputs, float* input_scales, void* gated_inputs,
                      float* gated_scales, void* out, int64_t rows, int64_t width, int64_t gated, int64_t outputs,
                      int64_t threads) {
     auto start = [&](auto* typed) {
@@ -33,7 +33,7 @@ KERNEL(amx_mlp_int8)(const void* x, int64_t is_bf16, const int8_t* weights13, co
             {nullptr, (const T*)scales13, gated}};
         const int8::Product<T, ScaleAndAddBias<T>> second = {
             nullptr, weights2, nullptr, rows, gated, outputs, gated_inputs, gated_scales,
-            {(T*)out, (const T*)scales2, nullptr, outputs}};
+            {(T*)out, (const T*)scales2, nullptr, outputs, (const T*)residual}};
         int8::tiles::mlp(first, second, threads);
     };
     is_bf16 ? start((bf16*)nullptr) : start((float*)nullptr);

@@ -187,8 +187,8 @@ void compute_block(const Problem& p, const Epilogue& epilogue, int64_t row, int6
 }
 
 template <class T>
-void linear(Problem p, const void* x, const void* bias, void* out, int16_t* inputs, float* input_scales,
-            int64_t threads) {
+void linear(Problem p, const void* x, const void* bias, const void* residual, void* out, int16_t* inputs,
+            float* input_scales, int64_t threads) {
     p.inputs = inputs;
     p.input_scales = input_scales;
     p.chunks = ceil_div(p.width, CHUNK);
@@ -197,9 +197,10 @@ void linear(Problem p, const void* x, const void* bias, void* out, int16_t* inpu
         const int64_t row = i % p.rows;
         p.round(i / p.rows, row, (const T*)x + row * p.width);
     });
+    const AddBias<T> epilogue = {(T*)out, (const T*)bias, p.outputs, (const T*)residual};
     parallel_for(blocks * panels, threads, [&](int64_t i) {
         const int64_t row = i / panels * ROW_BLOCK, output = i % panels * PANEL;
-        compute_block(p, AddBias<T>{(T*)out, (const T*)bias, p.outputs}, row, min(p.rows - row, ROW_BLOCK), output,
+        compute_block(p, epilogue, row, min(p.rows - row, ROW_BLOCK), output,
                       min(p.outputs - output, PANEL));
     });
 }

@@ -1,14 +1,15 @@
 // The products of weights of 8 bits by vectors.
 #include "linear/int8_vectors.h"
 
-// out [rows, outputs] = x @ W.T + bias, with x [rows, width], scales [outputs] and bias [outputs] or null, all bf16 or
-// all fp32; weights int8 [panels, padded / 4, 16, 4] and their sums int16 [panels, groups, 16]; as scratch inputs uint8
-// [rows, padded] and input_scales fp32 [rows, groups]. Padded: to 64.
+// out [rows, outputs] = x @ W.T + bias, rounded, + residual, with x [rows, width], scales [outputs], bias [outputs] or
+// null and residual [rows, outputs] or null, all bf16 or all fp32; weights int8 [panels, padded / 4, 16, 4] and their
+// sums int16 [panels, groups, 16]; as scratch inputs uint8 [rows, padded] and input_scales fp32 [rows, groups]. Padded:
+// to 64.
 KERNEL(linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums, const void* scales,
-                    const void* bias, void* inputs, float* input_scales, void* out, int64_t rows, int64_t width,
-                    int64_t outputs, int64_t threads) {
-    int8::with_product<false>(x, is_bf16, weights, sums, scales, bias, inputs, input_scales, out, rows, width, outputs,
-                              [=](const auto& product) { int8::vectors::linear(product, threads); });
+                    const void* bias, const void* residual, void* inputs, float* input_scales, void* out, int64_t rows,
+                    int64_t width, int64_t outputs, int64_t threads) {
+    int8::with_product<false>(x, is_bf16, weights, sums, scales, bias, residual, inputs, input_scales, out, rows,
+                              width, outputs, [=](const auto& product) { int8::vectors::linear(product, threads); });
 }
 REPLAYABLE(linear_int8)
 

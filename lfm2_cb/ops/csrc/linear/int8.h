@@ -74,8 +74,8 @@ struct Product {
 // compute(a Product of what a kernel was called with): with `gated`, of gates and values.
 template <bool gated, class Compute>
 void with_product(const void* x, bool is_bf16, const int8_t* weights, const int16_t* sums, const void* scales,
-                  const void* bias, void* inputs, float* input_scales, void* out, int64_t rows, int64_t width,
-                  int64_t outputs, Compute compute) {
+                  const void* bias, const void* residual, void* inputs, float* input_scales, void* out, int64_t rows,
+                  int64_t width, int64_t outputs, Compute compute) {
     auto start = [&](auto* typed) {
         using T = std::remove_pointer_t<decltype(typed)>;
         auto with = [&](auto epilogue) {
@@ -85,7 +85,7 @@ void with_product(const void* x, bool is_bf16, const int8_t* weights, const int1
         if constexpr (gated)
             with(ScaleAndSwiGLU<T>{(T*)out, (const T*)scales, outputs / 2});
         else
-            with(ScaleAndAddBias<T>{(T*)out, (const T*)scales, (const T*)bias, outputs});
+            with(ScaleAndAddBias<T>{(T*)out, (const T*)scales, (const T*)bias, outputs, (const T*)residual});
     };
     is_bf16 ? start((bf16*)nullptr) : start((float*)nullptr);
 }
