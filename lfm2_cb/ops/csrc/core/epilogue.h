@@ -19,6 +19,19 @@ inline void store_finished(T* to, int64_t count, Finish finish) {
     for (; o < count; o++) assign(to + o, finish.scalar(o));
 }
 
+// What begins at a place of values that there may not be.
+template <class T>
+inline const T* from_place(const T* values, int64_t place) {
+    return values ? values + place : nullptr;
+}
+
+// Asks for what will be written at a place, and for what is added to it.
+template <class T>
+inline void prefetch_result(const T* out, const T* residual, int64_t place) {
+    __builtin_prefetch(out + place, 1);
+    if (residual) __builtin_prefetch(residual + place);
+}
+
 // out [rows][outputs] = sums + bias, rounded, + residual [rows][outputs], where there are such: as if they were stored
 // before the residual is added.
 template <class T>
@@ -28,14 +41,7 @@ struct AddBias {
     int64_t outputs;
     const T* residual = nullptr;
 
-    const T* residual_at(int64_t row, int64_t output) const {
-        return residual ? residual + row * outputs + output : nullptr;
-    }
-    // Asks for what will be written, and for what is added to it.
-    void prefetch(int64_t row, int64_t output) const {
-        __builtin_prefetch(out + row * outputs + output, 1);
-        if (residual) __builtin_prefetch(residual_at(row, output));
-    }
+    void prefetch(int64_t row, int64_t output) const { prefetch_result(out, residual, row * outputs + output); }
 
     // An output's sums of W rows, finished but for rounding; 0 and more beyond the last output.
     vec of_output(int64_t output, const float* sums, int64_t) const {
@@ -45,7 +51,7 @@ struct AddBias {
     void put(int64_t row, int64_t output, const T* results, int64_t count) const {
         T* to = out + row * outputs + output;
         if (residual)
-            store_finished(to, count, AddTo{results, residual_at(row, output)});
+            store_finished(to, count, AddTo{results, from_place(residual, row * outputs + output)});
         else
             memcpy(to, results, count * sizeof(T));
     }
@@ -73,7 +79,7 @@ struct AddBias {
 
     void operator()(int64_t row, int64_t output, const float* sums, int64_t count) const {
         store_finished(out + row * outputs + output, count,
-                       Finish{sums, bias ? bias + output : nullptr, residual_at(row, output)});
+                       Finish{sums, from_place(bias, output), from_place(residual, row * outputs + output)});
     }
 };
 
@@ -120,13 +126,7 @@ struct ScaleAndAddBias {
     int64_t outputs;
     const T* residual = nullptr;
 
-    const T* residual_at(int64_t row, int64_t output) const {
-        return residual ? residual + row * outputs + output : nullptr;
-    }
-    void prefetch(int64_t row, int64_t output) const {
-        __builtin_prefetch(out + row * outputs + output, 1);
-        if (residual) __builtin_prefetch(residual_at(row, output));
-    }
+    void prefetch(int64_t row, int64_t output) const { prefetch_result(out, residual, row * outputs + output); }
 
     struct Finish {
         const float* sums;
@@ -145,7 +145,7 @@ struct ScaleAndAddBias {
 
     void operator()(int64_t row, int64_t output, const float* sums, int64_t count) const {
         store_finished(out + row * outputs + output, count,
-                       Finish{sums, scales + output, bias ? bias + output : nullptr, residual_at(row, output)});
+                       Finish{sums, scales + output, from_place(bias, output), from_place(residual, row * outputs + output)});
     }
 };
 

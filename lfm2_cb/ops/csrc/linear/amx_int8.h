@@ -3,8 +3,8 @@
 //
 // Inputs are rounded into tiles of 16 rows and 64 inputs; 16 fours of inputs of a panel's weights lie as a tile reads
 // them. A thread takes a block of panels, which the second-level cache holds, while the inputs pass by in groups of 32
-// rows, one or two groups of inputs at a time, which stay in the first-level cache; the next block is asked for meanwhile.
-// Their products are added to those before, row by row, while the next are multiplied. Behind the last row
+// rows, one or two groups of inputs at a time, which stay in the first-level cache; the next block is asked for
+// meanwhile. Their products are added to those before, row by row, while the next are multiplied. Behind the last row
 // lies what makes the tile whole; it is computed with and not stored.
 #pragma once
 
@@ -50,8 +50,8 @@ template <class Product>
 struct Pairs {
     static constexpr bool GATED = TAKES_GATES<typename Product::Epilogue>;
     static constexpr int64_t RESULTS = GATED ? PANEL : OUTPUTS;  // of a pair
-    // Groups of inputs that are added together: gates keep vectors busy for longer than tiles need for one. (One core of a
-    // Xeon with AMX, 2,048 rows, ms, minimum of 15, with 1 and 2: 4,608 inputs and 1,024 outputs 9.1 and 10.1; 1,024
+    // Groups of inputs that are added together: gates keep vectors busy for longer than tiles need for one. (One core of
+    // a Xeon with AMX, 2,048 rows, ms, minimum of 15, with 1 and 2: 4,608 inputs and 1,024 outputs 9.1 and 10.1; 1,024
     // inputs and 9,216 outputs with SwiGLU 16.9 and 14.6.)
     static constexpr int CHUNK = GATED ? 2 : 1;
     const Product& p;
@@ -64,16 +64,17 @@ struct Pairs {
     const char* second(int64_t pair) const {
         return first(pair) + (GATED ? count() : 2 * pair + 1 < p.panels() ? 1 : 0) * bytes();
     }
-    // Asks for some of them, in so many steps. (In 8 runs side by side. Two cores of a Xeon with AMX, the MLPs of a 350M
-    // model, ms, in one run, 4 and 8: 32 rows 12.9, 12.7 and 11.8; 64 rows 17.0, 14.2 and 13.1; 128 rows 21.9, 20.6 and
-    // 20.6; 192 rows 29.0, 26.6 and 26.7; from 256 rows on no difference.)
+    // Asks for some of them, in so many steps. (Two cores of a Xeon with AMX, the MLPs of a 350M model, ms, in one run,
+    // 4 and 8: 32 rows 12.9, 12.7 and 11.8; 64 rows 17.0, 14.2 and 13.1; 128 rows 21.9, 20.6 and 20.6; 192 rows 29.0,
+    // 26.6 and 26.7; from 256 rows on no difference.)
     Prefetch prefetcher(Range pairs, int64_t steps) const {
         if (pairs.size() == 0) return {};
         const char* from = first(pairs.begin);
         const int64_t parts = GATED ? RUNS / 2 : RUNS;  // of what lies together
         const int64_t size = (GATED ? pairs.size() * bytes() : second(pairs.end - 1) + bytes() - from) / parts;
         Prefetch all = {{}, ceil_div(RUNS * size, LINE * steps), size, 0, 1};
-        for (int run = 0; run < RUNS; run++) all.runs[run] = from + run / parts * count() * bytes() + run % parts * size;
+        for (int run = 0; run < RUNS; run++)
+            all.runs[run] = from + run / parts * count() * bytes() + run % parts * size;
         return all;
     }
 };
