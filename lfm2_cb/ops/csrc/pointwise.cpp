@@ -1,6 +1,7 @@
 // What a layer does to each token by itself, and the short convolution: one pass over memory each, sums in fp32.
 #include "core/activation.h"
 #include "core/prefetch.h"
+#include "core/scratch.h"
 #include "core/threads.h"
 
 namespace {
@@ -223,8 +224,8 @@ void short_conv(const T* bcx, const int64_t* taps, const T* weight, const T* bia
                 int64_t tokens, int64_t hidden, int64_t kernel, int64_t num_writes, bool whole,
                 int64_t num_threads) {
     const int64_t window = kernel - 1, num_states = sequences * window;
-    float* by_tap = (float*)malloc(kernel * hidden * sizeof(float));  // weight, transposed
-    T* ones = (T*)malloc(hidden * sizeof(T));
+    const ScratchArray<float> by_tap(kernel * hidden);  // weight, transposed
+    const ScratchArray<T> ones(hidden);
     for (int64_t k = 0; k < kernel; k++)
         for (int64_t i = 0; i < hidden; i++) by_tap[k * hidden + i] = to_float(weight[i * kernel + k]);
     for (int64_t i = 0; i < hidden; i++) assign(ones + i, 1.0f);
@@ -247,7 +248,7 @@ void short_conv(const T* bcx, const int64_t* taps, const T* weight, const T* bia
     });
     // From here on the states in `extended` are read alone.
     parallel_parts(tokens, threads, [&](Range part) {
-        Product<T>* rows = (Product<T>*)malloc(kernel * sizeof(Product<T>));
+        const ScratchArray<Product<T>> rows(kernel);
         for (int64_t t = part.begin; t < part.end; t++) {
             const T* own = bcx + t * 3 * hidden;
             prefetch_lines<2>((const char*)(own + 2 * 3 * hidden), 3 * hidden * sizeof(T));
@@ -256,14 +257,11 @@ void short_conv(const T* bcx, const int64_t* taps, const T* weight, const T* bia
             by_taps(rows, kernel, by_tap, bias, own + hidden, out + t * hidden, hidden);
             if (whole) write(num_states + t, extended + (num_states + t) * hidden);
         }
-        free(rows);
     });
     parallel_for(num_writes * window, threads, [&](int64_t j) {
         if (write_rows[j / window] >= 0)
             write(write_index[j], cache + (write_rows[j / window] * window + j % window) * hidden);
     });
-    free(ones);
-    free(by_tap);
 }
 
 }  // namespace

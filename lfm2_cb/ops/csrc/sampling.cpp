@@ -1,4 +1,5 @@
 // Choosing tokens from logits [rows, size], each row by one thread, without sorting them.
+#include "core/scratch.h"
 #include "core/threads.h"
 
 namespace {
@@ -275,18 +276,16 @@ KERNEL(top_candidates)(const float* x, const int64_t* k, int64_t* places, float*
 KERNEL(nucleus)(const float* x, const double* p, float* out, int64_t* done, int64_t rows, int64_t size,
                 int64_t num_threads) {
     parallel_parts(rows, num_threads, [=](Range part) {
-        float* scratch = (float*)malloc(3 * size * sizeof(float));
+        const ScratchArray<float> scratch(3 * size);
         for (int64_t r = part.begin; r < part.end; r++)
             done[r] = nucleus(x + r * size, size, p[r], scratch, out + r * size);
-        free(scratch);
     });
 }
 
 // x [rows, size]; uniform [rows] fp64; places [rows]: drawn from softmax(x), or -1; see `draw`
 KERNEL(draw)(const float* x, const double* uniform, int64_t* places, int64_t rows, int64_t size, int64_t num_threads) {
     parallel_parts(rows, num_threads, [=](Range part) {
-        float* weights = (float*)malloc(size * sizeof(float));
+        const ScratchArray<float> weights(size);
         for (int64_t r = part.begin; r < part.end; r++) places[r] = draw(x + r * size, size, uniform[r], weights);
-        free(weights);
     });
 }

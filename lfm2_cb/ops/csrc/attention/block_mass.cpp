@@ -5,6 +5,7 @@
 // estimate, so that what one of them chooses can be measured by the other.
 #if defined(__AMX_BF16__) || defined(EMULATED)
 #include "attention/packed_keys.h"
+#include "core/scratch.h"
 
 namespace {
 
@@ -132,15 +133,13 @@ void run(const Attention& a, float* mass, int64_t size, const Item* items, int64
     parallel(num_items, 1, threads, [&](const Tasks& tasks) {
         const FlushSubnormals flush;
         Tiles tiles;
-        Scratch<DIM>* scratch = (Scratch<DIM>*)aligned_alloc(64, sizeof(Scratch<DIM>));
-        float* memory = (float*)malloc(2 * cells * sizeof(float));
+        const ScratchArray<Scratch<DIM>> scratch(1);
+        const ScratchArray<float> memory(2 * cells);
         for (Range range; tasks.take(range);) {
             const Item& item = items[range.begin];
             const Sequence& s = a.sequences[item.sequence];
             BlockMass<DIM, C>{a, mass, size, *scratch, tiles, memory, memory + cells, item, s}.run();
         }
-        free(memory);
-        free(scratch);
     });
 }
 
@@ -162,7 +161,8 @@ KERNEL(block_mass)(
         num_items += kv_heads * ceil_div(ceil_div(sequences[i].num_queries, STRIDE) * a.group, most);
         most_keys = max(most_keys, sequences[i].num_keys);
     }
-    Item *items = (Item*)malloc(num_items * sizeof(Item)), *next = items;
+    const ScratchArray<Item> items(num_items);
+    Item* next = items;
     for (int32_t i = 0; i < num_sequences; i++) {
         const int64_t rows = ceil_div(sequences[i].num_queries, STRIDE) * a.group;
         for (int64_t first = 0; first < rows; first += most)
@@ -171,6 +171,5 @@ KERNEL(block_mass)(
     auto by_cache = key_scales ? dim == 64 ? run<64, int8_t> : run<128, int8_t>
                                : dim == 64 ? run<64, bf16> : run<128, bf16>;
     by_cache(a, mass, size, items, num_items, most_keys, num_threads);
-    free(items);
 }
 #endif

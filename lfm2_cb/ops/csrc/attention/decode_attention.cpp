@@ -14,6 +14,7 @@
 #if defined(__AVX512BF16__) || defined(EMULATED) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #include "attention/decode_bf16.h"
 #include "attention/decode_int8.h"
+#include "core/scratch.h"
 #include "core/threads.h"
 
 namespace {
@@ -146,7 +147,7 @@ void write(const Problem& p, const Item& item, const State<DIM>* states) {
 
 template <int DIM, class C>
 void run(const Problem& p, const Item* items, int64_t num_items, int64_t num_partials, int64_t threads) {
-    State<DIM>* partials = (State<DIM>*)aligned_alloc(64, (num_partials + 1) * sizeof(State<DIM>));
+    const ScratchArray<State<DIM>> partials(num_partials);
     parallel(num_items, 1, threads, [&](const Tasks& tasks) {
         const FlushSubnormals flush;
         State<DIM> own[MOST_HEADS * MOST_KV_HEADS];
@@ -170,7 +171,6 @@ void run(const Problem& p, const Item* items, int64_t num_items, int64_t num_par
             for (int h = 0; h < queries; h++) merge(states + h, spans, queries);
             write<DIM, C>(p, item, states);
         });
-    free(partials);
 }
 
 }  // namespace
@@ -196,7 +196,8 @@ KERNEL(decode_attention)(
     const int64_t threads = worthwhile_threads(work, 131072, num_threads);
     const int64_t together = max(1, min(MOST_KV_HEADS, num_spans * kv_heads / (ITEMS * threads)));
     const int64_t num_items = num_spans * ceil_div(kv_heads, together);
-    Item *items = (Item*)malloc(num_items * sizeof(Item)), *next = items;
+    const ScratchArray<Item> items(num_items);
+    Item* next = items;
     for (int32_t i = 0; i < num_sequences; i++) {
         const int32_t spans = ceil_div(sequences[i].num_keys - sequences[i].first_key, SPAN);
         for (int32_t head = 0; head < kv_heads; head += together)
@@ -208,7 +209,6 @@ KERNEL(decode_attention)(
     auto by_cache = key_scales ? dim == 64 ? run<64, int8_t> : run<128, int8_t>
                                : dim == 64 ? run<64, bf16> : run<128, bf16>;
     by_cache(p, items, num_items, num_partials, threads);
-    free(items);
 }
 REPLAYABLE(decode_attention)
 #endif

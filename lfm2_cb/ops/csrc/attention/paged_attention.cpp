@@ -8,6 +8,7 @@
 // are tiles enough for all threads, an item has all spans, in turn, so that no partial results need be kept.
 #include "attention/sequence.h"
 #include "core/prefetch.h"
+#include "core/scratch.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -289,7 +290,9 @@ void run(const Problem& p, const Item* items, int64_t num_items, float* partials
          int64_t num_threads) {
     const int64_t dim = p.padded_dim, size = State::size(dim);
     parallel(num_items, 1, num_threads, [&](const Tasks& tasks) {
-        float* memory = (float*)calloc(2 * size + (ROWS + 2 * TILE) * dim, sizeof(float));
+        const int64_t count = 2 * size + (ROWS + 2 * TILE) * dim;
+        const ScratchArray<float> memory(count);
+        memset(memory, 0, count * sizeof(float));
         const State whole(memory), part(memory + size);
         float* rest = memory + 2 * size;
         for (Range range; tasks.take(range);) {
@@ -305,7 +308,6 @@ void run(const Problem& p, const Item* items, int64_t num_items, float* partials
             }
             finish<T>(p, item, whole);
         }
-        free(memory);
     });
     if (num_partials)
         parallel_for(num_items, num_threads, [&](int64_t i) {
@@ -336,7 +338,7 @@ KERNEL(paged_attention)(
         num_items += p.num_tiles(sequences[s]) * kv_heads * p.num_partials(sequences[s]);
         work += p.num_tiles(sequences[s]) * kv_heads * (sequences[s].num_keys - sequences[s].first_key) * dim;
     }
-    Item* items = (Item*)malloc(num_items * sizeof(Item));
+    const ScratchArray<Item> items(num_items);
     Item* next = items;
     for (int32_t s = 0; s < num_sequences; s++) {
         const int64_t spans = p.num_partials(sequences[s]);
@@ -345,13 +347,11 @@ KERNEL(paged_attention)(
                 for (int32_t span = 0; span < spans; span++)
                     *next++ = {s, tile, head, span, spans > 1 ? num_partials++ : -1};
     }
-    float* partials = (float*)malloc((num_partials + 1) * State::size(p.padded_dim) * sizeof(float));
+    const ScratchArray<float> partials(num_partials * State::size(p.padded_dim));
     // waking a thread costs as much as reading so many values
     const int64_t threads = worthwhile_threads(work, 65536, num_threads);
     auto whole = key_scales ? is_bf16 ? run<bf16, int8_t> : run<float, int8_t>
                             : is_bf16 ? run<bf16, bf16> : run<float, float>;
     whole(p, items, num_items, partials, num_partials, threads);
-    free(partials);
-    free(items);
 }
 REPLAYABLE(paged_attention)

@@ -18,6 +18,7 @@
 // threads.
 #if defined(__AMX_BF16__) || defined(EMULATED)
 #include "attention/packed_keys.h"
+#include "core/scratch.h"
 
 namespace {
 
@@ -311,12 +312,11 @@ void run(const Problem& p, const Item* items, int64_t num_items, int64_t threads
     parallel(num_items, 1, threads, [&](const Tasks& tasks) {
         const FlushSubnormals flush;
         Tiles tiles;
-        Scratch<DIM>* scratch = (Scratch<DIM>*)aligned_alloc(64, sizeof(Scratch<DIM>));
+        const ScratchArray<Scratch<DIM>> scratch(1);
         for (Range range; tasks.take(range);) {
             const Item& item = items[range.begin];
             Prefill<DIM, C>{p, *scratch, tiles, item, p.sequences[item.sequence], 0}.run();
         }
-        free(scratch);
     });
 }
 
@@ -340,7 +340,8 @@ KERNEL(prefill_attention)(
         num_items += kv_heads * ceil_div(sequences[i].num_queries * p.group, most);
         work += heads * sequences[i].num_queries * (sequences[i].num_keys - sequences[i].first_key) * dim;
     }
-    Item *items = (Item*)malloc(num_items * sizeof(Item)), *next = items;
+    const ScratchArray<Item> items(num_items);
+    Item* next = items;
     for (int32_t i = 0; i < num_sequences; i++) {
         const int64_t rows = sequences[i].num_queries * p.group;
         for (int64_t first = (ceil_div(rows, most) - 1) * most; first >= 0; first -= most)  // those that see most come first
@@ -350,7 +351,6 @@ KERNEL(prefill_attention)(
     auto by_cache = key_scales ? dim == 64 ? run<64, int8_t> : run<128, int8_t>
                                : dim == 64 ? run<64, bf16> : run<128, bf16>;
     by_cache(p, items, num_items, threads);
-    free(items);
 }
 REPLAYABLE(prefill_attention)
 #endif
