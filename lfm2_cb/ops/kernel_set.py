@@ -290,8 +290,11 @@ def _kernel_for(
     module: nn.Module, x: torch.Tensor, kernels: Mapping[torch.dtype, Sequence[tuple[float, Product | None]]]
 ) -> Product | None:
     """The kernel for these inputs of one of our dense linears, from a table by dtype and rows; None: there is none."""
-    weight, by_rows, rows = module._parameters.get("weight"), kernels.get(x.dtype), x.shape[0]
-    if by_rows and rows and weight is not None and weight.dtype == x.dtype and weight.is_contiguous():
+    parameters, by_rows, rows = module._parameters, kernels.get(x.dtype), x.shape[0]
+    weight = parameters.get("weight")
+    if weight is None or "bias" not in parameters:
+        return None  # computed by a parametrization, whenever it is asked for
+    if by_rows and rows and weight.dtype == x.dtype and weight.is_contiguous():
         for most, kernel in by_rows:
             if rows <= most:
                 return kernel

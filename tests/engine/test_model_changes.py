@@ -256,6 +256,16 @@ def test_our_own_model_is_followed(change, generator_of):
     assert answer(generator) == [stock_greedy(model, prompt, 12) for prompt in (PROMPT, PROMPT[:3])]
 
 
+@pytest.mark.parametrize("name", ["in_proj", "out_proj"])
+def test_a_parametrised_bias_is_followed(name, generator_of):
+    model = ours(random_stock(10, **{**KINDS, "conv_bias": True}))
+    generator = generator_of(model)
+    before = answer(generator)
+    parametrize.register_parametrization(model.get_submodule(f"model.layers.0.conv.{name}"), "bias", Minus())
+    expected = [stock_greedy(model, prompt, 12) for prompt in (PROMPT, PROMPT[:3])]
+    assert answer(generator) == expected != before
+
+
 def test_our_own_model_is_refused_where_it_cannot_follow(generator_of):
     for name in ("wrapped convolution", "hook on the convolution", "hook on the model", "dtype", "half"):
         model = ours(random_stock(10, **KINDS))
