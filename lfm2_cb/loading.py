@@ -29,6 +29,7 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME, SAFE_WEIGHTS
 from .model.configuration import Lfm2CbConfig
 from .model.conversion import adopt, check_plain, still_adopted
 from .model.modeling import Lfm2CbForCausalLM, Lfm2CbMoeForCausalLM, class_for
+from .model.placement import moving_weights
 from .model.quantization import (
     OTHERS_REFUSED,
     QUANT_METHOD,
@@ -310,7 +311,8 @@ def as_lfm2_cb(model: Any, weights: str | None = None) -> Lfm2CbForCausalLM:
         check_weights(weights)
         check_plain(model)
         return quantize(model, weights)
-    known = _adopted.get(model)
-    if known is None or not still_adopted(model, known):
-        known = _adopted[model] = adopt(model, class_for(model.config))
-    return known
+    with moving_weights:
+        known = _adopted.get(model)
+        if known is None or not still_adopted(model, known):
+            known = _adopted[model] = adopt(model, class_for(model.config))
+        return known

@@ -10,6 +10,7 @@ import bisect
 import ctypes
 import itertools
 import mmap
+import threading
 from pathlib import Path
 
 import torch
@@ -22,6 +23,9 @@ ALIGNMENT = 64
 #: bytes: so much is moved before what is then free goes back to the system (0.7 GB were kept of an 8B model in int4)
 RETURNED_TOGETHER = 1 << 26
 
+#: held while weights are moved or stacked: generators may be made of one model in several threads
+moving_weights = threading.RLock()
+
 
 def place_side_by_side(model: nn.Module, sharing: nn.Module | None = None) -> None:
     """Move a model's parameters on CPU, one after another, so that there is one copy of them at any time; a file that
@@ -33,6 +37,11 @@ def place_side_by_side(model: nn.Module, sharing: nn.Module | None = None) -> No
     Args:
         sharing: a model some of whose parameters are the same, or views of them; it goes on sharing them.
     """
+    with moving_weights:
+        _place_side_by_side(model, sharing)
+
+
+def _place_side_by_side(model: nn.Module, sharing: nn.Module | None) -> None:
     moved = [p for p in dict.fromkeys(model.parameters()) if _can_be_moved(p)]
     if not moved or _lie_side_by_side(moved):
         return

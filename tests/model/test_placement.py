@@ -2,6 +2,8 @@
 
 import copy
 import itertools
+import sys
+import threading
 
 import pytest
 import torch
@@ -99,3 +101,28 @@ def test_what_cannot_be_moved_stays():
 def test_a_region_is_zero_and_aligned():
     memory = region(1000)
     assert memory.nbytes == 1000 and memory.ctypes.data % 64 == 0 and not memory.any()
+
+
+def test_generators_made_in_many_threads_share_one_copy(stock):
+    prompt, made, start = [3, 1, 4, 1], [], threading.Barrier(6)
+    options = {"max_new_tokens": 4, "do_sample": False}
+    expected = stock.generate(torch.tensor([prompt]), **options)[0, 4:].tolist()
+
+    def make():
+        start.wait()
+        made.append(ContinuousBatchingGenerator(stock, cache_memory="8MiB", kernels="native"))
+
+    threads = [threading.Thread(target=make) for _ in range(6)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(made) == 6 and len({id(generator.model) for generator in made}) == 1
+    for generator in made:
+        with generator:
+            assert generator.generate(prompt, **options)[0].token_ids == expected
