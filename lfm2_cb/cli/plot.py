@@ -1,4 +1,4 @@
-"""`lfm2-cb plot`: a trace as a picture, in which one sees the batch breathe."""
+"""`lfm2-cb plot`: a trace as a picture: requests, steps and cache over time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job shows that it gets on: a plain bar, or `--live`, a view of the engine in the terminal."""
+"""How a job shows its progress: a plain bar, or `--live`, a view of the engine in the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows: what every kind of input comes down to."""
+"""Rows: the form into which every kind of input is read."""
 
 from __future__ import annotations
 

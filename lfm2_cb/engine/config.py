@@ -1,4 +1,4 @@
-"""EngineConfig: the engine's options, with their defaults and what may be said of them: once, and here."""
+"""EngineConfig: the engine's options, their defaults and their validation, defined only here."""
 
 from __future__ import annotations
 

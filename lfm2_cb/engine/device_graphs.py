@@ -1,4 +1,4 @@
-"""Device graphs: a computation's launches, recorded once and made again in one go. Here alone CUDA is told of them."""
+"""Device graphs: a computation's launches, captured once and replayed together. CUDA graphs are used only here."""
 
 from __future__ import annotations
 

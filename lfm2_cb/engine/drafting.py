@@ -2,7 +2,7 @@
 2211.17192; Chen et al., arXiv 2302.01318).
 
 A `Drafter` guesses; `Speculation` decides how far to let it, request by request and step by step. Guesses are accepted
-only where they are what would have been chosen anyway (`Engine._choose`), so nothing here can change a token.
+only where they are what would have been chosen anyway (`choices.py`), so nothing here can change a token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many bytes a cache may have on a device that has no more than it has."""
+"""How many bytes a cache may take on a device, given the memory that is free there."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""All that makes stock classes speak to us: registration, pipeline, manager, model methods."""
+"""The connection to stock classes: registration, pipeline, manager, model methods."""

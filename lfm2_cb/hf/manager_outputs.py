@@ -1,4 +1,4 @@
-"""What the manager hands out, in stock's types, and the way it takes to whoever asks."""
+"""The manager's outputs, in stock's types, and how they are delivered to whoever asks."""
 
 from __future__ import annotations
 

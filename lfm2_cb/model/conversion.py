@@ -1,7 +1,7 @@
 """Stock ↔ fused weights: q+k+v and w1+w3 each become one matrix, and a layer's experts two stacks (as in stock's own
 model); everything else keeps its name.
 
-Three doors lead from stock weights to ours, and one back:
+Stock weights become ours in three ways, the first of which is reversible:
 - checkpoints: `weight_conversions()`, which `from_pretrained` applies and `save_pretrained` reverses;
 - state dicts: `fuse_stock_names` lets `load_state_dict` take the stock names;
 - live models: `adopt()` takes over a stock instance's parameters without a second copy.

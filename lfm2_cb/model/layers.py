@@ -1,4 +1,4 @@
-"""What conversion and modeling share: linears that hold several of stock's in one matrix."""
+"""What conversion and modeling share: linear layers that fuse several of stock's into one matrix."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a user says → `Request`s, the same for every face."""
+"""A user's call → `Request`s, the same for every interface."""

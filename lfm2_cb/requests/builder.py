@@ -1,4 +1,4 @@
-"""RequestBuilder: what a user says of prompts, at whichever door → the `Request`s that the engine runs."""
+"""RequestBuilder: prompts and options, from any interface → the `Request`s that the engine runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever users call prompts → lists of token ids, checked at the door."""
+"""Prompts in every form that users pass → lists of token ids, validated here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be told of a prefix cache elsewhere: hashes of its blocks, from which no prompt can be read.
+"""What a prefix cache reports to other processes: hashes of its blocks, from which no prompt can be read.
 
 The cache itself compares tokens, and never these: a collision can send a request to the wrong engine, and give it no
 wrong answer.

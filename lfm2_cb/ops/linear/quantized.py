@@ -1,4 +1,4 @@
-"""Linear layers over low-bit weights (ops/int8.py, ops/int4.py): by the native kernels or the torch reference."""
+"""Linear layers over low-bit weights (`int8.py`, `int4.py`): by the native kernels or the torch reference."""
 
 from __future__ import annotations
 

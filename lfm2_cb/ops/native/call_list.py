@@ -1,4 +1,4 @@
-"""Native calls noted with their arguments, to be made from C in one go (`csrc/replay.cpp`)."""
+"""Native calls noted with their arguments, to be replayed from C together (`csrc/replay.cpp`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton kernels: which of them a model runs with. Triton itself is imported only where a device is for it."""
+"""Triton kernels: which of them a model runs with. Triton itself is imported only where a device can use it."""
 
 from __future__ import annotations
 
