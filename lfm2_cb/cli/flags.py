@@ -156,7 +156,7 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
         if not equals or name in options:
             raise UsageError(f"--set {assignment}: it takes NAME=JSON, and no name twice")
         if name in NO_PLACE:
-            raise UsageError(f"--set {assignment}: {name} is nothing that a file of answers has a place for")
+            raise UsageError(f"--set {assignment}: {name} has no place in a file of answers; leave it out")
         try:
             options[name] = json.loads(value)
         except ValueError as error:

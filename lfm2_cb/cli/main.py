@@ -145,7 +145,7 @@ def _add_plot(parser: argparse.ArgumentParser) -> None:
 
 def _generate(args: argparse.Namespace) -> int:
     if clash := sorted({*args.keep} & {*RECORD_FIELDS, *([JSON] if args.json_schema else [])}):
-        raise UsageError(f"--keep {' '.join(clash)}: the output has fields of that name")
+        raise UsageError(f"--keep {' '.join(clash)}: the output has its own field; rename the column")
     args.keep = list(dict.fromkeys(args.keep))
     _check_output(args)
     if args.quiet:
@@ -155,7 +155,7 @@ def _generate(args: argparse.Namespace) -> int:
     source = check_first_rows(source, args.column, args.keep)
     to_pipe = args.output == "-"
     if to_pipe and (args.overwrite or args.retry_errors):
-        raise UsageError("--overwrite and --retry-errors go with an output file")
+        raise UsageError("--overwrite and --retry-errors need a file as --output, not standard output")
     adapters = adapters_of(args)
     with _make_generator(args, adapters=adapters) as generator:
         resolved = generator.resolve(config, options, face="lfm2-cb generate")
@@ -208,14 +208,14 @@ def _check_output(args: argparse.Namespace) -> None:
         return
     output = Path(args.output)
     if not output.parent.is_dir():
-        raise UsageError(f"there is no folder {output.parent}")
+        raise UsageError(f"--output {output}: there is no folder {output.parent}; make it first")
     if output.suffix not in (".jsonl", ".ndjson", ".parquet"):
         raise UsageError(f"{output}: the output is JSON lines or Parquet; its name ends in .jsonl or .parquet")
     for path in (output, *(output.with_suffix(suffix) for suffix in (".jsonl", ".errors.jsonl", ".job.json"))):
         if path.exists() and not path.is_file():
-            raise UsageError(f"{path} is there, and no file")
+            raise UsageError(f"{path} exists and is not a file; choose another --output")
         if path.exists() and os.path.exists(args.input) and path.samefile(args.input):
-            raise UsageError(f"{path} is the input")
+            raise UsageError(f"{path} is the input; choose another --output")
 
 
 def _make_generator(args: argparse.Namespace, adapters: dict[str, str] | None = None) -> ContinuousBatchingGenerator:

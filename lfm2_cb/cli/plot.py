@@ -27,7 +27,7 @@ def read_trace(path: str) -> list[Event]:
     """
     lines = Path(path).read_text("utf-8").splitlines()
     if not lines or lines[0] != "[":
-        raise UsageError(f"{path} is no trace of lfm2-cb")
+        raise UsageError(f"{path} is not a trace written by lfm2-cb (--trace FILE)")
     events = []
     for line in lines[1:]:
         try:

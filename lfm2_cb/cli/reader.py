@@ -110,7 +110,7 @@ def parse_line(line: bytes) -> Content:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _csv(path: Path, column: str | None, keep: Sequence[str], identity: dict[str, Any]) -> Source:

@@ -196,7 +196,7 @@ def resolve_options(
         if id(config) not in known:
             known[id(config)] = _resolve(model, config, kwargs)
     if call.assistant_model is not None and any(r.config.prompt_lookup_num_tokens for r in known.values()):
-        raise ValueError("assistant_model and prompt_lookup_num_tokens exclude each other")
+        raise ValueError("assistant_model and prompt_lookup_num_tokens cannot be used together: pass one of them")
     for value in limits or []:
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"max_new_tokens must be a positive integer, got {value!r}")

@@ -69,7 +69,7 @@ class Structured:
         try:
             return cls("json", json.dumps({} if schema is True else schema), whitespace)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"this JSON schema is no JSON: {error}") from error
+            raise ValueError(f"this JSON schema is not valid JSON: {error}") from error
 
     @classmethod
     def regex(cls, pattern: str) -> Structured:

@@ -130,7 +130,7 @@ def test_errors_are_kept_and_can_be_run_again(folder, capsys):
         (["--output", "nowhere/out.jsonl"], "no folder nowhere"),
         (["--output", "out.txt"], "ends in .jsonl or .parquet"),
         (["--output", "in.jsonl"], "is the input"),
-        (["--output", "-", "--overwrite"], "go with an output file"),
+        (["--output", "-", "--overwrite"], "need a file as --output"),
         (["--output", "o.jsonl", "--keep", "text"], "--keep text"),
         (["--output", "o.jsonl", "--input", "no.jsonl"], "no such file: no.jsonl"),
         (["--output", "o.jsonl", "--split", "train"], "a split goes with a dataset"),
