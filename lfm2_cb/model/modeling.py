@@ -234,6 +234,10 @@ class Lfm2CbPreTrainedModel(PreTrainedModel):
     def _can_set_attn_implementation(cls) -> bool:
         return True  # transformers looks for the call in this file's text, and it is in padded_state.py
 
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        return True  # a config of a live stock model names one; all give the same, and ours are the kernels'
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

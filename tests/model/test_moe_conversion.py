@@ -97,6 +97,18 @@ def test_new_models_have_experts_of_the_usual_scale():
     assert not block.expert_bias.any()
 
 
+def test_a_config_of_a_live_stock_model_makes_ours():
+    """Which names how stock computes experts, and goes on doing so."""
+    stock = random_moe(4, **WITH_EXPERTS)
+    stock.set_experts_implementation("grouped_mm")
+    model = Lfm2CbMoeForCausalLM(stock.config).eval()
+    model.load_state_dict(stock.state_dict())
+    assert stock.config._experts_implementation == "grouped_mm"
+    assert_same_logits(model, stock)
+    model.set_experts_implementation("batched_mm")
+    assert_same_logits(model, stock)
+
+
 def test_the_dense_class_refuses_experts_by_name(tmp_path):
     random_moe(4).save_pretrained(tmp_path)
     with pytest.raises(TypeError, match="Lfm2CbMoeForCausalLM"):
