@@ -18,7 +18,7 @@ from transformers import (
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
-from .adapters.live import adapters_of, is_peft, stock_within
+from .adapters.live import adapters_of, is_peft, merge_check, stock_within
 from .adapters.peft_config import AdapterError
 from .engine.config import EngineConfig
 from .engine.engine import Engine, StepOutput
@@ -145,7 +145,9 @@ class ContinuousBatchingGenerator:
             loaded = load_model(model, dtype, weights=weights, device=device)
             tokenizer = tokenizer if tokenizer is not None else load_tokenizer(model)
             model = loaded
+        checks = []
         if is_peft(model):
+            checks.append(merge_check(model))
             adapters, model = {**adapters_of(model), **(adapters or {})}, stock_within(model)
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.model, self.seed = as_lfm2_cb(model, weights), seed
@@ -157,6 +159,7 @@ class ContinuousBatchingGenerator:
             if "allocate" not in str(error):
                 raise
             raise MemoryError(f"cache_memory={cache_memory!r} cannot be allocated: {error}") from error
+        self.engine.checks += checks
         self.builder = RequestBuilder(self.model, self.engine, self.tokenizer, seed)
         self.loop = EngineLoop(self.engine)
         self._num_submitted = itertools.count()

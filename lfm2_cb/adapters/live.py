@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import sys
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,8 +39,13 @@ def wrapped_stock(model: Any) -> PreTrainedModel:
 
 
 def _tuned_layers(model: nn.Module) -> list[Any]:
-    kind = sys.modules["peft"].tuners.tuners_utils.BaseTunerLayer
+    kind = _layer_kind()
     return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def _layer_kind() -> type:
+    """What PEFT's wrappers of layers are."""
+    return sys.modules["peft"].tuners.tuners_utils.BaseTunerLayer
 
 
 def stock_within(model: Any) -> PreTrainedModel:
@@ -47,9 +54,7 @@ def stock_within(model: Any) -> PreTrainedModel:
     Raises: AdapterError: an adapter is merged into them. TypeError: the base is no stock LFM2.
     """
     base = wrapped_stock(model)
-    for name, module in base.named_modules():
-        if getattr(module, "merged_adapters", None):
-            raise AdapterError(f"adapter {module.merged_adapters[0]!r} is merged into {name}: call unmerge_adapter()")
+    merge_check(base)()
     with torch.device("meta"):
         stock = type(base)(base.config)
     for name, module in stock.named_modules():
@@ -64,6 +69,21 @@ def stock_within(model: Any) -> PreTrainedModel:
                 setattr(module, leaf, inner.__dict__[leaf])
     stock.generation_config = base.generation_config
     return stock.train(base.training)
+
+
+def merge_check(model: Any) -> Callable[[], None]:
+    """A function that raises AdapterError while an adapter is merged into the model's weights, which the base shares:
+    requests on the base would get the adapter, and those with the adapter would get it twice. Keeps nothing alive."""
+    kind = _layer_kind()
+    modules = wrapped_stock(model).named_modules()
+    layers = [(name, weakref.ref(module)) for name, module in modules if isinstance(module, kind)]
+
+    def check() -> None:
+        for name, layer in layers:
+            if merged := getattr(layer(), "merged_adapters", None):
+                raise AdapterError(f"adapter {merged[0]!r} is merged into {name}: call unmerge_adapter()")
+
+    return check
 
 
 def _inner(base: nn.Module, name: str) -> nn.Module:

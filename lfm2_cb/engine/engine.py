@@ -6,6 +6,7 @@ import math
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,6 +79,8 @@ class Engine:
         self.adapters = AdapterPool(model, MAX_PLACES)
         self.runner = ModelRunner(model, self.plan, config.kernels, self.adapters)
         self.overlap = Overlap(self.runner, self.scheduler)
+        #: called before requests are taken, as `check_model` is; each raises where the model must not be run
+        self.checks: list[Callable[[], None]] = []
         self._drafters: dict[object, Drafter] = {}
         self._inbox: deque[list[Request]] = deque()
         self._cancelled: deque[Request] = deque()
@@ -161,7 +164,9 @@ class Engine:
         self.adapters.load(name, source, self.scheduler.adapters.check_fits)
 
     def check_model(self) -> None:
-        """Raises: ModelChanged: what was done to the model (or the assistant) cannot be followed."""
+        """Raises: ModelChanged: what was done to the model (or the assistant) cannot be followed. What `checks` do."""
+        for check in self.checks:
+            check()
         for runner in self._runners():
             runner.check_model()
 

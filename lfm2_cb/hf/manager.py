@@ -16,7 +16,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 from transformers.generation.continuous_batching import ContinuousBatchingManager
 from transformers.utils import logging
 
-from ..adapters.live import active_adapter, adapters_of, is_peft, stock_within, wrapped_stock
+from ..adapters.live import active_adapter, adapters_of, is_peft, merge_check, stock_within, wrapped_stock
 from ..engine.engine import StepOutput
 from ..generator import ContinuousBatchingGenerator
 from ..loading import as_lfm2_cb
@@ -114,6 +114,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
     def _take_live_adapters(self, generator: ContinuousBatchingGenerator) -> None:
         """The model's own as they are now, but for names that the configuration gives to others."""
         if self._peft is not None:
+            generator.engine.checks[:] = [merge_check(self._peft)]
             for name, source in adapters_of(self._peft).items():
                 if name not in self._given_adapters:
                     generator.engine.load_adapter(name, source)

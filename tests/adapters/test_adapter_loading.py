@@ -202,6 +202,11 @@ def test_a_live_peft_model_is_taken_with_its_adapters(stock, tmp_path):
         assert generator.generate(prompts[:1], **options)[0].token_ids == new
         with pytest.raises(AdapterError, match="'three'"):
             generator.load_adapter("three", live)
+        live.merge_adapter(["two"])  # into weights that the generator shares
+        with pytest.raises(AdapterError, match=r"'two' is merged into .* unmerge_adapter"):
+            generator.generate(prompts[:1], max_new_tokens=6, **GREEDY)
+        live.unmerge_adapter()
+        assert generator.generate(prompts[:1], **options)[0].token_ids == new
     live.merge_adapter()
     with pytest.raises(AdapterError, match="merged"):
         ContinuousBatchingGenerator(live)
