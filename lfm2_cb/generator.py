@@ -299,6 +299,9 @@ class ContinuousBatchingGenerator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        raise TypeError("a ContinuousBatchingGenerator cannot be pickled or copied: make one in each process")
+
     # Adapters
 
     def load_adapter(self, name: str, source: Any) -> None:

@@ -1,6 +1,8 @@
 """What the world throws at the engine: each fault has one stated outcome, and the generator is usable after."""
 
+import copy
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -342,6 +344,13 @@ def test_cancelling_what_has_just_finished_leaves_no_work(stock, generator):
     if thread is not None:
         thread.join(SECONDS)
         assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copying_and_pickling_are_refused_by_name(generator, copied):
+    with pytest.raises(TypeError, match="ContinuousBatchingGenerator cannot be pickled or copied"):
+        copied(generator)
+    assert len(generator.generate([[5, 6]], max_new_tokens=2, **GREEDY)[0].token_ids) == 2
 
 
 def test_a_forked_child_is_refused_at_once(stock, generator):
