@@ -163,7 +163,8 @@ void rotary(const int64_t* positions, const F* frequencies, T* cosines, T* sines
             float scale, int64_t num_threads) {
     parallel_for(tokens, threads_for(tokens * half * 16, num_threads), [&](int64_t t) {
         for (int64_t i = 0; i < half; i++) {
-            const float angle = (float)positions[t] * to_float(frequencies[i]);  // rounded to fp32 before its cosine, as in torch
+            // rounded to fp32 before its cosine, as in torch
+            const float angle = (float)positions[t] * to_float(frequencies[i]);
             for (int64_t at : {2 * t * half + i, (2 * t + 1) * half + i}) {
                 assign(cosines + at, (float)cos((double)angle) * scale);
                 assign(sines + at, (float)sin((double)angle) * scale);
@@ -267,7 +268,8 @@ void short_conv(const T* bcx, const int64_t* taps, const T* weight, const T* bia
 }  // namespace
 
 // out [rows], of so many bytes each: the table's rows whose numbers `ids` has
-KERNEL(gather_rows)(const char* table, const int64_t* ids, char* out, int64_t rows, int64_t bytes, int64_t num_threads) {
+KERNEL(gather_rows)(const char* table, const int64_t* ids, char* out, int64_t rows, int64_t bytes,
+                    int64_t num_threads) {
     parallel_for(rows, threads_for(rows * bytes, num_threads),
                  [=](int64_t i) { memcpy(out + i * bytes, table + ids[i] * bytes, bytes); });
 }

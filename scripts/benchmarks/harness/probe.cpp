@@ -62,8 +62,10 @@ void tiles(const Operands& at) {
     int64_t stride = 64;
     for (int64_t i = 0; i < FAR; i += 2048) {
         const char *a = at.near + i % NEAR, *b = at.far + i;
-        asm volatile("tileloadd (%0,%1,1), %%tmm4\n tileloadd 1024(%0,%1,1), %%tmm5" : : "r"(a), "r"(stride) : "memory");
-        asm volatile("tileloaddt1 (%0,%1,1), %%tmm6\n tileloaddt1 1024(%0,%1,1), %%tmm7" : : "r"(b), "r"(stride) : "memory");
+        asm volatile("tileloadd (%0,%1,1), %%tmm4\n tileloadd 1024(%0,%1,1), %%tmm5"
+                     : : "r"(a), "r"(stride) : "memory");
+        asm volatile("tileloaddt1 (%0,%1,1), %%tmm6\n tileloaddt1 1024(%0,%1,1), %%tmm7"
+                     : : "r"(b), "r"(stride) : "memory");
         if (bytes)
             asm volatile("tdpbssd %%tmm6, %%tmm4, %%tmm0\n tdpbssd %%tmm7, %%tmm4, %%tmm1\n"
                          "tdpbssd %%tmm6, %%tmm5, %%tmm2\n tdpbssd %%tmm7, %%tmm5, %%tmm3" : :);
@@ -100,17 +102,20 @@ extern "C" double floating_rate(int threads, double seconds) {
         memcpy(&pair, a, 4);
         sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_load_si512(b), (__m512bh)_mm512_set1_epi32(pair));
     };
-    return rate(threads, seconds, FAR / 64 * 4 * 64.0, [&](const Operands& at) { vectors(at, _mm512_setzero_ps(), step); });
+    return rate(threads, seconds, FAR / 64 * 4 * 64.0,
+                [&](const Operands& at) { vectors(at, _mm512_setzero_ps(), step); });
 #elif defined(__AVX512F__)
     auto step = [](__m512& sum, const char* b, const char* a) {
         sum = _mm512_fmadd_ps(_mm512_load_ps(b), _mm512_set1_ps(*(const float*)a), sum);
     };
-    return rate(threads, seconds, FAR / 64 * 4 * 32.0, [&](const Operands& at) { vectors(at, _mm512_setzero_ps(), step); });
+    return rate(threads, seconds, FAR / 64 * 4 * 32.0,
+                [&](const Operands& at) { vectors(at, _mm512_setzero_ps(), step); });
 #elif defined(__AVX2__) && defined(__FMA__)
     auto step = [](__m256& sum, const char* b, const char* a) {
         sum = _mm256_fmadd_ps(_mm256_load_ps((const float*)b), _mm256_set1_ps(*(const float*)a), sum);
     };
-    return rate(threads, seconds, FAR / 32 * 4 * 16.0, [&](const Operands& at) { vectors(at, _mm256_setzero_ps(), step); });
+    return rate(threads, seconds, FAR / 32 * 4 * 16.0,
+                [&](const Operands& at) { vectors(at, _mm256_setzero_ps(), step); });
 #else
     return 0;
 #endif
@@ -127,7 +132,8 @@ extern "C" double bytes_rate(int threads, double seconds) {
         memcpy(&four, a, 4);
         sum = _mm512_dpbusd_epi32(sum, _mm512_load_si512(b), _mm512_set1_epi32(four));
     };
-    return rate(threads, seconds, FAR / 64 * 4 * 128.0, [&](const Operands& at) { vectors(at, _mm512_setzero_si512(), step); });
+    return rate(threads, seconds, FAR / 64 * 4 * 128.0,
+                [&](const Operands& at) { vectors(at, _mm512_setzero_si512(), step); });
 #else
     return 0;
 #endif

@@ -128,7 +128,8 @@ struct BlockMass {
 };
 
 template <int DIM, class C>
-void run(const Attention& a, float* mass, int64_t size, const Item* items, int64_t num_items, int64_t most_keys, int64_t threads) {
+void run(const Attention& a, float* mass, int64_t size, const Item* items, int64_t num_items, int64_t most_keys,
+         int64_t threads) {
     const int64_t cells = TILES * TILE_ROWS * round_up(ceil_div(most_keys, KEYS), W);
     parallel(num_items, 1, threads, [&](const Tasks& tasks) {
         const FlushSubnormals flush;

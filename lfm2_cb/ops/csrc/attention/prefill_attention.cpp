@@ -344,7 +344,8 @@ KERNEL(prefill_attention)(
     Item* next = items;
     for (int32_t i = 0; i < num_sequences; i++) {
         const int64_t rows = sequences[i].num_queries * p.group;
-        for (int64_t first = (ceil_div(rows, most) - 1) * most; first >= 0; first -= most)  // those that see most come first
+        // Those that see most keys come first.
+        for (int64_t first = (ceil_div(rows, most) - 1) * most; first >= 0; first -= most)
             for (int32_t head = 0; head < kv_heads; head++) *next++ = {i, head, first, min(most, rows - first)};
     }
     const int64_t threads = worthwhile_threads(work, 1 << 21, num_threads);

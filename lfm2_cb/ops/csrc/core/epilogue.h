@@ -145,7 +145,8 @@ struct ScaleAndAddBias {
 
     void operator()(int64_t row, int64_t output, const float* sums, int64_t count) const {
         store_finished(out + row * outputs + output, count,
-                       Finish{sums, scales + output, from_place(bias, output), from_place(residual, row * outputs + output)});
+                       Finish{sums, scales + output, from_place(bias, output),
+                              from_place(residual, row * outputs + output)});
     }
 };
 
