@@ -1,1 +1,1 @@
-"""Doors to neighbouring projects, one folder each; importing one needs that project (`pip install lfm2-cb[name]`)."""
+"""Integrations with other projects, a folder each; importing one needs that project (`pip install lfm2-cb[name]`)."""

@@ -1,4 +1,4 @@
-"""Models: from disk or the hub (LFM2 only, safetensors only, nobody's code, unless asked), or live stock ones."""
+"""Loads models from disk or the hub (LFM2 and safetensors only, no remote code unless asked), or adopts live ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The path that `Lfm2CbBatchingConfig` had: now `lfm2_cb.Lfm2CbBatchingConfig`."""
+"""The former import path of `Lfm2CbBatchingConfig`: use `lfm2_cb.Lfm2CbBatchingConfig`."""
 
 from .hf.manager_config import Lfm2CbBatchingConfig
 

@@ -1,8 +1,8 @@
 """Scorer: log-probabilities of given continuations, by packed forwards over prefix trees: no padding, no cache.
 
-Scoring needs every position at once and none of them later, so there is nothing to schedule and no K/V to keep.
-Sequences are sorted; what one has in common with the one before it is computed once, and the logits are taken only
-where a continuation is looked up.
+Scoring needs every position once and none of them later, so nothing is scheduled and no K/V is kept. Sequences are
+sorted; the prefix that one shares with the one before it is computed once, and logits are computed only at the
+positions of the continuations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapter: which of a model's layers it changes, and by what; checked before anything is computed."""
+"""Adapter: the layers of a model that it changes and its matrices for them, checked before anything is computed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Live stock LFM2s whose layers PEFT has wrapped, within a `PeftModel` or by themselves (as `generate_batch` of a
-`PeftModel` gets them, and after stock's `load_adapter`): the stock model beneath, and its adapters."""
+"""Stock LFM2 models in memory whose layers PEFT has wrapped: finds the stock model beneath, and its adapters.
+
+The model is inside a `PeftModel`, or bare, as `generate_batch` of a `PeftModel` passes it and stock's `load_adapter`
+leaves it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `adapter_config.json` says of an adapter, or why it cannot be applied. PEFT's rules, without PEFT."""
+"""Reads `adapter_config.json` by PEFT's rules, without PEFT; an adapter that cannot be applied is refused."""
 
 from __future__ import annotations
 

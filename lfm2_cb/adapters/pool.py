@@ -1,8 +1,8 @@
-"""AdapterPool: the adapters of an engine: those that are known, by name, and those that are in memory to compute with.
+"""AdapterPool: an engine's adapters: all that are registered, by name, and those that are loaded for computing.
 
-Known adapters are a table of names, shapes and keys; their tensors rest where they came from (a mapped file, or the
-copy of a live model's). Which of them are in memory, under one budget of bytes, `scheduling.adapters` decides: here a
-place is filled, or let go.
+Of a registered adapter, only the name, shapes and keys are kept; its tensors stay at their source (a mapped file, or
+a copy of a live model's). `scheduling.adapters` decides which adapters are loaded, under one budget of bytes; this
+module loads and unloads them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The linear layers that adapters may change: ours, and the stock layers that each of them holds."""
+"""The linear layers that adapters may change: our fused layers, and the stock layers that each combines."""
 
 from __future__ import annotations
 

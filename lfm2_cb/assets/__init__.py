@@ -1,4 +1,4 @@
-"""What the package ships to show itself."""
+"""Data files that the package ships for demonstrations."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What `lfm2-cb bench` measures: one ragged workload, ours and, if asked, stock's (scripts/benchmarks has more)."""
+"""`lfm2-cb bench`: times one ragged workload on our engine and, on request, on stock's (more: scripts/benchmarks)."""
 
 from __future__ import annotations
 

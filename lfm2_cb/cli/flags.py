@@ -1,4 +1,4 @@
-"""Flags that the commands share: of the model, of the engine (made from `EngineConfig`), of generation."""
+"""Flags that the commands share: for the model, the engine (derived from `EngineConfig`) and generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `lfm2-cb info` says of a model."""
+"""`lfm2-cb info`: the facts that it prints about a model."""
 
 from __future__ import annotations
 

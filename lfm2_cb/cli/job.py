@@ -1,4 +1,4 @@
-"""The job: rows in, requests through the engine, records out."""
+"""A batch job: reads rows, runs them as requests through the engine, writes records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parquet from a finished job's JSON lines: made at the end, whole or not at all, so that a kill costs nothing."""
+"""Converts a finished job's JSON lines to Parquet, in one step at the end, so that a killed job loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of JSONL, text, CSV, Parquet or `datasets`, one after another: memory does not grow with the input."""
+"""Reads rows of JSONL, text, CSV, Parquet or `datasets` one at a time: memory does not grow with the input."""
 
 from __future__ import annotations
 

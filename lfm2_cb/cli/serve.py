@@ -1,4 +1,4 @@
-"""`lfm2-cb serve`: its flags, and the server that they ask for (which needs an extra)."""
+"""`lfm2-cb serve`: its flags, and starting the server (which needs the `serve` extra)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows with columns of their own types: Parquet files and `datasets`, read as they are needed."""
+"""Rows whose columns are typed: Parquet files and `datasets`, read as they are needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers into files that survive being killed at any instant: append-only lines, repaired and read back on resume."""
+"""Writes answers to files that survive a kill at any instant: appended lines, repaired and read back on resume."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Joins the deciding side (scheduling) and the computing side (model): token ids in, token ids out."""
+"""Connects scheduling, which decides what runs, with the model, which computes it: token ids in, token ids out."""

@@ -1,4 +1,4 @@
-"""CaptureGuard: whether what was captured of a model's forward still holds, and whether it may be captured at all."""
+"""CaptureGuard: whether a model's forward may be captured, and whether its captured graphs are still valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokens that a step's requests gain: the drafts that hold, one that is chosen, and whether that ends them."""
+"""The tokens that a step adds to its requests, accepted drafts and one chosen token, and whether a request ends."""
 
 from __future__ import annotations
 

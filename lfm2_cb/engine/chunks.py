@@ -1,14 +1,14 @@
-"""Segments of prompts computed once and taken up at other places, after Cache-Craft (arXiv 2502.15734).
+"""Prompt segments computed once and reused at other positions, after Cache-Craft (arXiv 2502.15734).
 
-A segment is computed by itself, from position 0 and with nothing before it. Where a prompt holds it, its keys are
-rotated to their new positions, its values are taken as they are, and what depends most on the text before it is
-computed again, with attention to all of the prompt: its first tokens, as far as short convolutions reach, and the
-blocks whose attention would change most.
+A segment is first computed alone, from position 0. In a prompt that contains it, its keys are rotated to their new
+positions and its values are reused unchanged. The parts that depend most on the text before it are recomputed, with
+attention to the whole prompt: its first tokens, as far as the short convolutions reach, and the blocks whose attention
+output would change most.
 
-What would change is known before anything is computed: the queries and keys of the first attention layer depend, apart
-from the place, on the few tokens that the convolutions below it reach. So that layer's attention to the text before
-the segment, of queries that were kept with it, says how far its output moves; all that deviates further up does so by
-that.
+Which blocks these are is estimated before anything is computed. Apart from the rotation, the queries and keys of the
+first attention layer depend only on the few tokens within reach of the convolutions below it. The queries of that
+layer are kept with the segment: their attention to the text before it shows how far the layer's output changes, and
+every deviation in the layers above follows from that change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Constraints: which tokens may follow in a request whose output has to fit a grammar."""
+"""Constraints: the tokens that may come next in a request whose output must match a grammar."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Speculative decoding: guesses at a request's next tokens, verified all in one step (Leviathan et al., arXiv
 2211.17192; Chen et al., arXiv 2302.01318).
 
-A `Drafter` guesses; `Speculation` decides how far to let it, request by request and step by step. Guesses are accepted
-only where they are what would have been chosen anyway (`choices.py`), so nothing here can change a token.
+A `Drafter` guesses; `Speculation` decides how many guesses each request gets in each step. A guess is accepted only if
+it is the token that would have been chosen anyway (`choices.py`), so nothing here can change a token.
 """
 
 from __future__ import annotations

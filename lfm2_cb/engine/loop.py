@@ -1,9 +1,9 @@
-"""EngineLoop: lets any number of threads share one engine, with no thread of its own while nobody asks for one.
+"""EngineLoop: lets any number of threads share one engine; it starts a thread of its own only for work that none waits for.
 
-Whoever waits, drives: a waiting thread runs steps until what it waits for has happened, and if another thread is
-already driving, it sleeps until that one has done a step. So `generate()` runs in the caller's thread, nothing is left
-over at exit. `submit()` without waiting starts a thread that ends when the work does; at interpreter exit, what it has
-not finished is cancelled first, as a thread that dies inside a step would take the process with it.
+A waiting thread runs the engine's steps itself until its result is there; if another thread is already running them,
+it sleeps until that thread has finished a step. So `generate()` runs in the caller's thread, and no thread is left at
+exit. `submit()` without waiting starts a thread that ends with the work; at interpreter exit its unfinished requests
+are cancelled first, because a thread that dies inside a step would crash the process.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ForkedError(RuntimeError):
 
 
 class BrokenError(RuntimeError):
-    """A step went wrong in a way that leaves the cache in doubt: the generator serves nobody any more."""
+    """A step failed and may have left the cache inconsistent: the generator accepts no more requests."""
 
 
 class ReentrantError(RuntimeError):
@@ -64,11 +64,11 @@ class Submission:
 
 
 class EngineLoop:
-    """Thread-safe door to an engine: submit, wait, cancel, close.
+    """Thread-safe access to an engine: submit, wait, cancel, close.
 
-    Whatever a step raises that the engine has not laid at one request's door ends all that was running with that
-    error, and those waiting go on. If blocks or slots are not all back after that, or it happens with nothing running,
-    everything ends so and later calls raise `BrokenError`: nobody waits for what will never come.
+    An error that a step raises, and that the engine could not attribute to one request, ends all running requests with
+    that error; waiting requests continue. If some blocks or slots are not free after that, or nothing was running, all
+    requests end with the error and later calls raise `BrokenError`, so that no caller waits for ever.
     In a forked child calls raise `ForkedError` at once, and `close` does nothing.
     """
 

@@ -1,18 +1,18 @@
-"""Overlap: on a device that computes by itself, the next step is launched before the tokens of this one are read.
+"""Overlap: on an asynchronous device, the next step is launched before the tokens of the current one are read.
 
-A step is launched ahead only where it is known already what it computes: one token more of every row of the step
-before, which is also all that runs, and nobody could be let in. Its input tokens are taken on the device. All else
-(a request that comes, a prompt in chunks, a row at its last token, room that only a preemption makes) waits for the
-tokens, as every step does elsewhere.
+A step is launched ahead only if its work is already known: one more token for every row of the step before, when no
+other request runs or could be admitted. Its input tokens are read on the device. In all other cases (a new request, a
+prompt in chunks, a row at its last token, blocks that only a preemption would free) the step waits for the tokens, as
+every step does on other devices.
 
-What keeps this sound:
+Why this is correct:
 
-- The scheduler's state is that of the tokens that were read. A step launched ahead has taken blocks, and nothing else:
-  no unknown token is ever in a request's `token_ids`, and no block becomes known before `on_computed`.
-- While a step is in flight nothing is scheduled. Requests may only end (by the token of the step before, cancelled).
-  Their row of the step in flight is dropped: its token is read by nobody, and what it writes lies in blocks and a slot
-  that are free by then but given to nobody, known to nobody, before that step's end.
-- A step in flight is never taken back: it has moved the conv states of its rows. It is waited for, and counts.
+- The scheduler's state covers only tokens that were read. A step launched ahead has allocated blocks and changed
+  nothing else: a request's `token_ids` never contains an unread token, and no block is indexed before `on_computed`.
+- While a step is in flight, nothing is scheduled. Requests can only end, by the token of the step before or by
+  cancellation. Their row of the step in flight is then dropped: its token is not read, and the blocks and the slot
+  that it writes, though free by then, are neither allocated nor indexed before that step ends.
+- A step in flight is never undone, since it has advanced the conv states of its rows. It is awaited, and it counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""PaddedSteps: decode steps replayed from device graphs, padded to the next number of rows that there is one for."""
+"""PaddedSteps: decode steps replayed from device graphs, padded to the next batch size that has been captured."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class ModelRunner:
             return self._compute(self._batch)
 
     def _command_buffer(self) -> AbstractContextManager[object]:
-        """Native calls are put off where the forward runs nobody else's Python."""
+        """Native calls are deferred if the forward runs no user's Python."""
         puts_off = self.capturing and isinstance(self.captured, CapturedSteps) and self.captured.is_plain()
         return CommandBuffer(self.native, self.arena) if puts_off and self.native is not None else nullcontext()
 

@@ -72,7 +72,7 @@ class SamplingParams:
 
     Args:
         do_sample: draw from the distribution; else take the most likely token.
-        seed: of this request's own random numbers, so that its draws depend on nobody else.
+        seed: of this request's own random numbers, so that its draws do not depend on other requests.
         eos_token_ids: tokens that end the request, themselves included in the output.
         processors: applied to the logits in order, before choosing.
         stopping_criteria: asked after every token.

@@ -1,4 +1,4 @@
-"""Which rows of a step begin with the same cache blocks, and are worth attending to them together."""
+"""Groups a step's rows that begin with the same cache blocks, where attending to these together is worth it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_SAVED_TOKENS = 1024
 def shared_prefixes(rows: Sequence[ScheduledRow], block_size: int) -> list[tuple[list[int], int]]:
     """Groups of rows and how many of their first blocks they share; none of their queries lies in those.
 
-    Those who attend sparsely share with nobody. Of groups within groups, those are taken that save most: sharing is
+    Rows that attend sparsely share with no other. Of nested groups, those that save most are taken: sharing is
     used one level deep.
     """
     may_share = [i for i, row in enumerate(rows) if row.start >= block_size and row.request.sparse_prefill is None]

@@ -1,7 +1,7 @@
 """Trace: what an engine does, as Chrome trace events (Perfetto and chrome://tracing open them; `lfm2-cb plot` draws).
 
-Source of the format: "Trace Event Format", the array form, whose closing bracket may be missing: a file that a killed
-process leaves can be opened.
+Source of the format: "Trace Event Format", in its array form. There the closing bracket may be missing, so a file that
+a killed process left can still be opened.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Stock's continuous-batching manager over our engine. `methods.py` has the methods through which models give one."""
+"""Stock's continuous-batching manager over our engine. Models create one through the methods in `methods.py`."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class ContinuousBatchingPipeline(TextGenerationPipeline):
     `datasets.Dataset` with one text column, are accepted too. With `on_error="return"` the record of a prompt that
     cannot be run has `"generated_text": None` and its "error", and the others run.
 
-    It can be pickled and copied as stock's; the copy makes an engine of its own when it is first used.
+    It can be pickled and copied as stock's can; the copy makes its own engine when it is first used.
 
     Args:
         generator: "cb", or None for stock.

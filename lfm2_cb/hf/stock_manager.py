@@ -1,4 +1,4 @@
-"""What the manager has of stock's by inheritance: the private names of stock's continuous batching, all here."""
+"""What the manager inherits from stock's. All private names of stock's continuous batching are used here only."""
 
 from __future__ import annotations
 

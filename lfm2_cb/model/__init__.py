@@ -1,1 +1,1 @@
-"""Computes: the LFM2 network and the tensors it reads and writes. Knows no request."""
+"""The LFM2 network, and the tensors that it reads and writes. Requests are unknown here."""

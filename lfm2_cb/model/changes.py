@@ -1,8 +1,8 @@
-"""What has been done to a model since an engine last looked: followed where that can be, refused by name where not.
+"""Changes to a model after its engine was made: applied where possible, otherwise refused by an error that names them.
 
-Our own modules are called whenever they are not what they were (`KernelSet`), so most changes follow by themselves.
-What does not: code on a stock model's modules, which our layers stand in for and never call; code on a module of which
-we only read the weights; another dtype, device or vocabulary than the engine was made for.
+`KernelSet` calls our own modules once they have been changed, so most changes take effect without further work.
+Exceptions: hooks or patched methods on a stock model's modules, which our layers replace and never call; the same on a
+module of which only the weights are read; and a dtype, device or vocabulary other than the engine was made for.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Code that others have put on a module: hooks, and a `forward` of its own on the instance."""
+"""User code on a module: hooks, and a `forward` that was set on the instance."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class HybridCache:
 
     Args:
         has_scratch: there is one more block (`scratch_block`), and one more conv state (`scratch_row`), beyond the
-            plan, that belong to nobody: for what padded rows of a step write.
+            plan, that belong to no request: padded rows of a step write there.
     """
 
     ZERO_ROW = 0

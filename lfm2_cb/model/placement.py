@@ -1,6 +1,6 @@
-"""Where a model's weights lie: side by side in one region of huge pages, in the order that they are used in.
+"""Moves a model's weights into one region of huge pages, contiguous and in the order of their use.
 
-As they come, some lie in a mapped file and some where they were stacked, all in pages of 4 KB. Moved, five sequences
+As loaded, some lie in a mapped file and some where they were stacked, all in pages of 4 KB. Moved, five sequences
 of a 350M model decode 1.27 × as fast in bf16 (measured on 2 cores of a Xeon; 1.18 × without the huge pages).
 """
 

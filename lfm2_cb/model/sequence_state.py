@@ -1,4 +1,4 @@
-"""SequenceState: what a layer asks of the batch that it runs on, and what a state may know of the layer."""
+"""SequenceState: the interface between a layer and the batch that it runs on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step reads of a model's weights."""
+"""How many bytes of a model's weights a step reads."""
 
 from __future__ import annotations
 

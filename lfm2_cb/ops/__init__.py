@@ -1,1 +1,1 @@
-"""The arithmetic that is worth more than one implementation, each with a readable torch reference."""
+"""Operations with more than one implementation, each with a readable torch reference."""

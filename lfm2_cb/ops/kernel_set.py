@@ -1,8 +1,8 @@
 """KernelSet: what the layers of one engine compute with.
 
 Layers reach it through the sequence state that they are handed (`state.kernels`), so two engines on one model may use
-different kernels at the same time. Modules that are our own and that nobody has changed are run by kernels, on their
-weights; any other (an adapter's wrapper, a module with hooks or with a patched `forward`) is called, with x only.
+different kernels at the same time. Our own modules, if unchanged, are run by kernels on their weights; any other
+module (an adapter's wrapper, a module with hooks or with a patched `forward`) is called, with x only.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from .structured import GrammarCompiler
 
 
 class RequestBuilder:
-    """The one way from prompts and options to requests: what it honours is honoured behind every door.
+    """The one way from prompts and options to requests, so that every interface honours the same options.
 
     Args:
         model: the engine's, whose `generation_config` fills in what calls leave open.

@@ -1,4 +1,4 @@
-"""What only stock `generate()` can do (beams, guidance, the network's insides), done by it on our own model."""
+"""Fallback to stock `generate()`, on our own model, for what only it can do (beams, guidance, internals)."""
 
 from __future__ import annotations
 

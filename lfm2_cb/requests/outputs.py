@@ -1,4 +1,4 @@
-"""What the generator hands out."""
+"""The generator's outputs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What we read of stock `generate()`: its defaults, processors and criteria (its private names, all here).
+"""Stock `generate()`'s defaults, processors and criteria. Its private names are used here only.
 
 `hf/registration.py` is where transformers is changed; here it is only read.
 """

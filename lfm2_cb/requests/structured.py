@@ -1,4 +1,4 @@
-"""Structured output: what an answer has to look like, as users say it, compiled for the engine by llguidance.
+"""Structured output: the format that a user asks of an answer, compiled for the engine by llguidance.
 
 llguidance is MIT, has no dependencies, and refuses what it cannot enforce (others let answers pass that do not fit).
 """

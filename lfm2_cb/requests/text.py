@@ -1,4 +1,4 @@
-"""Decoding while tokens arrive."""
+"""Incremental decoding of tokens to text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tool calls may look like, as a grammar: LFM2's form, with arguments that fit each tool's schema.
+"""The grammar of tool calls: LFM2's form, with arguments that match each tool's schema.
 
 A call is written in Python, `f(a="x", b=True)`, where its names allow that and its schema is a list of properties;
 their values are JSON but for True, False and None, as the models write them. Else all calls are written in JSON.

@@ -1,4 +1,4 @@
-"""What each generation option may be, checked before anything is computed with it."""
+"""The valid values of each generation option, checked before anything is computed."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Decides: which request runs in the next step, and which cache blocks it owns. Never imports torch."""
+"""Decides which request runs in the next step and which cache blocks it owns. Never imports torch."""

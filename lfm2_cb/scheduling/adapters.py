@@ -18,7 +18,7 @@ class AdapterTooLarge(ValueError):
 
 
 class AdapterPlaces:
-    """Hands out places. An adapter that nobody uses stays until its room is needed; the least recently used goes
+    """Assigns places. An adapter that no request uses stays until its room is needed; the least recently used goes
     first.
 
     Args: budget: bytes of all that are in memory; max_places: how many these are at most.
@@ -56,7 +56,7 @@ class AdapterPlaces:
             )
 
     def has_room(self, adapter: Adapter) -> bool:
-        """Whether it is in memory, or can be, once adapters that nobody uses have gone."""
+        """Whether it is in memory, or can be once unused adapters are evicted."""
         if adapter in self:
             return True
         in_use = [known for place, known in self._in.values() if self._users[place]]

@@ -1,7 +1,7 @@
 """What a prefix cache reports to other processes: hashes of its blocks, from which no prompt can be read.
 
-The cache itself compares tokens, and never these: a collision can send a request to the wrong engine, and give it no
-wrong answer.
+The cache itself compares tokens, never hashes: a collision can send a request to a less suitable engine, but cannot
+make its answer wrong.
 """
 
 from __future__ import annotations

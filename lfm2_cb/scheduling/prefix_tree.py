@@ -1,4 +1,4 @@
-"""Which prompts of a list begin alike: a radix tree over whole cache blocks, and the order it suggests.
+"""Groups prompts by their common prefixes: a radix tree over whole cache blocks, and the order that it suggests.
 
 Zheng et al., "BatchLLM: Optimizing Large Batched LLM Inference with Global Prefix Sharing and Throughput-oriented
 Token Batching", arXiv 2412.03594: with the whole list known, shared prefixes need not be met by chance.

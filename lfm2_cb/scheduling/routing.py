@@ -33,7 +33,7 @@ class _Engine:
 class PrefixRouter:
     """Chooses an engine for each request by score: cached blocks of its prompt × adapter present ÷ load.
 
-    Nobody's word has to be true: an engine that has forgotten a prefix computes it.
+    Reports may be out of date: an engine that has evicted a prefix computes it again.
 
     Args: seed: of the draws.
     """

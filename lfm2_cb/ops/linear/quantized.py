@@ -100,7 +100,7 @@ def fused_mlp(
 
 
 def _can_run(x: torch.Tensor) -> bool:
-    """Whether kernels can: there is something to compute, and nobody wants gradients."""
+    """Whether the kernels can run: there is something to compute, and no gradients are needed."""
     return x.numel() > 0 and not (torch.is_grad_enabled() and x.requires_grad)
 
 

@@ -1,7 +1,7 @@
-"""Memory that the intermediate tensors of one step after another lie in.
+"""Memory that is reused, step after step, for a model's intermediate tensors.
 
-What `malloc` is asked for in tens of megabytes it takes from the system and gives back every time, and the system
-clears it page by page: 12 ms for the 38 MB that a layer of a 350M model makes of 2,048 tokens (one core of a Xeon),
+`malloc` takes blocks of tens of megabytes from the system and returns them every time, and the system clears them
+page by page: 12 ms for the 38 MB that a layer of a 350M model makes of 2,048 tokens (one core of a Xeon),
 a seventh of a step's time.
 """
 
