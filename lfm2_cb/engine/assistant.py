@@ -1,4 +1,4 @@
-"""AssistantModel: drafts by a smaller LFM2 with the same vocabulary, in the same packed forward, with its own cache."""
+"""AssistantModel: drafts by a small LFM2 of the same vocabulary, by the same packed forward over its own cache."""
 
 from __future__ import annotations
 

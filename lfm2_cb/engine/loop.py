@@ -1,4 +1,4 @@
-"""EngineLoop: lets any number of threads share one engine; it starts a thread of its own only for work that none waits for.
+"""EngineLoop: lets any number of threads share one engine; it starts its own thread only if none of them waits.
 
 A waiting thread runs the engine's steps itself until its result is there; if another thread is already running them,
 it sleeps until that thread has finished a step. So `generate()` runs in the caller's thread, and no thread is left at
