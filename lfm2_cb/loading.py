@@ -136,7 +136,7 @@ def load_model(
     except OSError as error:
         if Path(path).is_dir():
             raise
-        raise OSError(f"{path} is no folder here, and cannot be had from the hub: {error}") from error
+        raise OSError(f"{path} is not a local folder and cannot be loaded from the hub: {error}") from error
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:  # transformers would only warn, and start from random weights
         raise TypeError(f"lfm2_cb runs LFM2 models, and {path} holds {model_type!r}")
@@ -167,7 +167,7 @@ def load_model(
 def _check_whole(path: str, report: dict[str, Any]) -> None:
     """Raises: CheckpointError: weights that transformers would leave random, with a warning."""
     for name, found, expected in sorted(report["mismatched_keys"]):
-        raise CheckpointError(f"{path}: {name} has shape {[*found]}, and by its config.json {[*expected]}")
+        raise CheckpointError(f"{path}: {name} has shape {[*found]}, but config.json requires {[*expected]}")
     missing = sorted(report["missing_keys"])
     if missing:
         raise CheckpointError(f"{path} lacks {len(missing)} of the model's weights, {missing[0]} among them")
@@ -220,13 +220,13 @@ def check_same_device(has: torch.device, asked: str | torch.device | None) -> No
     """Raises: ValueError: `device=` goes with a path; a live model is used where it is."""
     parsed = parse_device(asked)
     if parsed is not None and (parsed.type != has.type or parsed.index not in (None, has.index)):
-        raise ValueError(f"device={str(asked)!r}, but the model is on {has}: move it before (model.to)")
+        raise ValueError(f"device={str(asked)!r}, but the model is on {has}: move it first (model.to)")
 
 
 def check_same_dtype(has: torch.dtype, asked: str | torch.dtype | None) -> None:
     """Raises: ValueError: `dtype=` goes with a path; a live model is used as it is."""
     if parse_dtype(asked) not in (None, has):
-        raise ValueError(f"dtype={asked!r}, but the model is in {has}: convert it before (model.to), or give its path")
+        raise ValueError(f"dtype={asked!r}, but the model is in {has}: convert it first (model.to), or give its path")
 
 
 def _quantization(found: dict[str, Any] | None, weights: str | None) -> Lfm2CbQuantizationConfig | None:

@@ -43,7 +43,7 @@ def _check_text(value: dict[str, Any], param: str | None) -> None:
         for text in [name, *_texts(field)]:
             if not _is_text(text):
                 place = param or ascii(name)[1:-1]
-                raise RequestError(f"{place} has half of a surrogate pair in it, which is no text", place)
+                raise RequestError(f"{place} is not valid text: it has half of a surrogate pair", place)
 
 
 def _texts(value: Any) -> Iterator[str]:

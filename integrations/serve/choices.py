@@ -213,7 +213,7 @@ class Completion:
             async with asyncio.timeout_at(self._deadline):
                 return await self._queue.get()
         except TimeoutError as error:
-            raise DeadlinePassed("the request's deadline passed before its answer was there") from error
+            raise DeadlinePassed("the request's deadline passed before its answer was complete") from error
 
     async def run(self) -> list[Choice]:
         """All choices, finished."""

@@ -42,7 +42,7 @@ class ChoicesEndpoint(ABC):
         model = self.served.adapter_of(body) or self.served.name
         options = body.get("stream_options")
         if options is not None and not body.get("stream"):
-            raise RequestError("stream_options go with stream=true", "stream_options")
+            raise RequestError("stream_options needs stream=true", "stream_options")
         completion = await self.start(body, terms)
         common = {"id": f"{self.id_prefix}{terms.request_id}", "created": int(time.time()), "model": model}
         answer = Answer(self, completion, common, bool((options or {}).get("include_usage")))
@@ -140,7 +140,7 @@ class ChatCompletions(ChoicesEndpoint):
 
     async def start(self, body: dict[str, Any], terms: Terms) -> Completion:
         if body.get("top_logprobs") and not body.get("logprobs"):
-            raise RequestError("top_logprobs go with logprobs=true", "top_logprobs")
+            raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
         served, n = self.served, body.get("n") or 1
         schema, tools = schema_of_chat(body.get("response_format")), check_tools(body.get("tools") or [])
         form = AnswerForm.of(schema, "response_format", tools, body, served.forms.has_markers)

@@ -158,7 +158,7 @@ class Dispatcher:
             if bad := [token for token in (min(ids), max(ids)) if not 0 <= token < vocab_size]:
                 raise RequestError(f"{param} has token id {bad[0]}, outside the vocabulary of {vocab_size}", param)
             if len(ids) >= most:
-                message = f"{param} has {len(ids)} tokens; the model has room for {most}, the answer's among them"
+                message = f"{param} has {len(ids)} tokens; the model's limit is {most}, including the answer"
                 raise RequestError(message, param, code="context_length_exceeded")
             if sampling.limit_field is not None and len(ids) + (limit := sampling.max_new_tokens or 0) > most:
                 message = f"{param} has {len(ids)} tokens; with {limit} more it exceeds the model's {most}"

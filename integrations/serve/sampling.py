@@ -67,7 +67,7 @@ class Sampling:
         """
         limits = {name: body[name] for name in limit_fields if body.get(name) is not None}
         if len({*limits.values()}) > 1:
-            raise RequestError(f"{' and '.join(limits)} say different things", next(iter(limits)))
+            raise RequestError(f"{' and '.join(limits)} contradict each other: give one of them", next(iter(limits)))
         config = _base_config(body, model)
         _choose(body, config)
         _bias(body, config, model.config.vocab_size)
@@ -137,7 +137,7 @@ def _base_config(body: Mapping[str, Any], model: PreTrainedModel) -> GenerationC
                     name,
                 )
     if any(isinstance(leaf, float) and abs(leaf) > 1e30 for value in options.values() for leaf in _leaves(value)):
-        raise RequestError("generation_config has a number that scores, which are fp32, cannot take", name)
+        raise RequestError("generation_config has a number that is out of the range of fp32 scores", name)
     if len({*_leaves(options.get("suppress_tokens"))}) >= model.config.vocab_size:
         raise RequestError("suppress_tokens of generation_config leaves no token to choose", name)
     size, most = options.get("encoder_no_repeat_ngram_size"), model.config.max_position_embeddings
@@ -183,6 +183,6 @@ def _bias(body: Mapping[str, Any], config: GenerationConfig, vocab_size: int) ->
                 f"logit_bias has token id {token}, outside the vocabulary of {vocab_size}", "logit_bias"
             )
     if bias and config.sequence_bias:
-        raise RequestError("logit_bias and the sequence_bias of generation_config do not go together", "logit_bias")
+        raise RequestError("logit_bias cannot be combined with the sequence_bias of generation_config", "logit_bias")
     if bias:
         config.sequence_bias = {(token,): value for token, value in bias.items()}

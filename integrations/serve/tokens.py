@@ -25,10 +25,10 @@ class Tokenize:
         self.served.adapter_of(body)
         of_chat = body.get("prompt") is None
         if of_chat and body.get("messages") is None:
-            raise RequestError("prompt is missing, or messages", "prompt", code="missing_parameter")
+            raise RequestError("prompt or messages is missing", "prompt", code="missing_parameter")
         others = {"add_special_tokens"} if of_chat else TOKENIZE.keys() - {"model", "prompt", "add_special_tokens"}
         if stray := sorted(name for name in others if body.get(name) is not None):
-            raise RequestError(f"{stray[0]} does not go with {'messages' if of_chat else 'prompt'}", stray[0])
+            raise RequestError(f"{stray[0]} cannot be combined with {'messages' if of_chat else 'prompt'}", stray[0])
         if of_chat:
             ids = self.served.prompts.token_ids(body, messages_of_chat(body["messages"]), body.get("tools") or [])
         else:

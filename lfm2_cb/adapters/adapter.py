@@ -177,7 +177,7 @@ def _take(left: dict[str, tuple[int, ...]], key: str, expected: tuple[int, ...])
     if found is None:
         raise AdapterError(f"{key} is missing")
     if found != expected:
-        raise AdapterError(f"{key} has shape {[*found]}, and for this model and its configuration {[*expected]}")
+        raise AdapterError(f"{key} has shape {[*found]}, but this model and its configuration require {[*expected]}")
 
 
 def _own_head(config: PeftConfig, left: dict[str, tuple[int, ...]], model: Lfm2CbForCausalLM) -> str | None:
@@ -205,4 +205,4 @@ def _check_conv_biases(source: Source, left: dict[str, tuple[int, ...]], model: 
     saved = source.read() if keys.keys() & left.keys() else {}
     for key in keys.keys() & left.keys():
         if left.pop(key) != keys[key].shape or not torch.equal(saved[key].to(keys[key]), keys[key].data):
-            raise AdapterError(f"{key} is not the base's: a trained bias of a convolution cannot be applied")
+            raise AdapterError(f"{key} differs from the base's: a trained bias of a convolution cannot be applied")

@@ -53,7 +53,7 @@ class PeftConfig:
     def of(cls, data: Mapping[str, Any]) -> PeftConfig:
         """Read the fields of an adapter_config.json. Raises: AdapterError: what cannot be followed, by its name."""
         if data.get("peft_type") != "LORA":
-            raise AdapterError(f"peft_type is {data.get('peft_type')!r}, and only LORA can be applied")
+            raise AdapterError(f"peft_type is {data.get('peft_type')!r}, but only LORA can be applied")
         for name, value in data.items():
             if value and name not in FOLLOWED | INERT:
                 raise AdapterError(f"{name}={value!r} cannot be applied")

@@ -66,7 +66,7 @@ class Folder:
         except (OSError, ValueError) as error:
             raise AdapterError(f"{self.folder / CONFIG_NAME} cannot be read: {error}") from error
         if not isinstance(config, dict):
-            raise AdapterError(f"{self.folder / CONFIG_NAME} holds no object")
+            raise AdapterError(f"{self.folder / CONFIG_NAME} must hold a JSON object")
         self.config: Mapping[str, Any] = config
         self._state = self._look()
         try:
@@ -77,7 +77,7 @@ class Folder:
         except (OSError, SafetensorError) as error:
             raise AdapterError(f"{self._file} cannot be read: {error}") from error
         for name, kind in others.items():
-            raise AdapterError(f"{name} is of {kind}, and only {', '.join(DTYPES)} can be applied")
+            raise AdapterError(f"{name} is of {kind}, but only {', '.join(DTYPES)} can be applied")
 
     def read(self) -> Mapping[str, torch.Tensor]:
         if self._look() != self._state:

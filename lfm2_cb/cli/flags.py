@@ -83,7 +83,7 @@ def adapters_of(args: argparse.Namespace) -> dict[str, str]:
     for assignment in args.adapter:
         name, equals, path = assignment.partition("=")
         if not (name and equals and path) or name in adapters:
-            raise UsageError(f"--adapter {assignment}: it takes NAME=PATH, and no name twice")
+            raise UsageError(f"--adapter {assignment}: give NAME=PATH, each name once")
         adapters[name] = path
     return adapters
 
@@ -154,9 +154,9 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
     for assignment in args.set:
         name, equals, value = assignment.partition("=")
         if not equals or name in options:
-            raise UsageError(f"--set {assignment}: it takes NAME=JSON, and no name twice")
+            raise UsageError(f"--set {assignment}: give NAME=JSON, each name once")
         if name in NO_PLACE:
-            raise UsageError(f"--set {assignment}: {name} has no place in a file of answers; leave it out")
+            raise UsageError(f"--set {assignment}: {name} does not apply to an output file; leave it out")
         try:
             options[name] = json.loads(value)
         except ValueError as error:
@@ -177,5 +177,5 @@ def _read_object(path: str) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict):
-        raise UsageError(f"{path} holds no object")
+        raise UsageError(f"{path} must hold a JSON object, not {type(data).__name__}")
     return data

@@ -129,7 +129,7 @@ class Job:
                     summary.seconds = time.monotonic() - start
                     progress.update(summary)
         except BrokenPipeError as error:  # of the progress
-            raise OutputError("nobody reads the progress any more") from error
+            raise OutputError("the progress output was closed") from error
         finally:
             finished.close()
             summary.seconds = time.monotonic() - start

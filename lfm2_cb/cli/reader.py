@@ -117,7 +117,7 @@ def _csv(path: Path, column: str | None, keep: Sequence[str], identity: dict[str
     """A file of which the first line names the columns. All values are text."""
     names = next((values for _, values in _csv_values(path)), [])
     if isinstance(names, BadRow) or len({*names}) < len(names):
-        raise InputError(f"{path}: its first line does not name the columns, each by a name of its own: {names}")
+        raise InputError(f"{path}: its first line must name the columns, each name once, got {names}")
     columns = choose_columns(str(path), names, column, keep)
 
     def rows() -> Iterator[tuple[int, Content]]:

@@ -63,9 +63,9 @@ def take_prompt(row: Mapping[str, Any], column: str | None) -> Any:
         raise BadRow(f"it has no {column!r}" if column is not None else "it has neither a prompt nor messages")
     prompt = row[names[0]]
     if not isinstance(prompt, (str, list)):
-        raise BadRow(f"its {names[0]} is neither text, nor a chat, nor token ids, but {type(prompt).__name__}")
+        raise BadRow(f"its {names[0]} must be text, a chat or token ids, not {type(prompt).__name__}")
     if column is None and names[0] == "messages" and isinstance(prompt, str):
-        raise BadRow("its messages are text, and no chat; --column messages runs them as text")
+        raise BadRow("its messages are text, not a chat; --column messages runs them as text")
     return prompt
 
 
@@ -73,7 +73,7 @@ def take_adapter(row: Mapping[str, Any]) -> str | None:
     """The name of a row's adapter; None, and nothing at all, is the base. Raises: BadRow."""
     name = row.get(ADAPTER_COLUMN)
     if name is not None and not isinstance(name, str):
-        raise BadRow(f"its {ADAPTER_COLUMN} is no name, but {type(name).__name__}")
+        raise BadRow(f"its {ADAPTER_COLUMN} must be a name, not {type(name).__name__}")
     return name or None
 
 

@@ -81,7 +81,7 @@ def serve(args: argparse.Namespace) -> int:
     if args.replicas != 1 or args.address is not None:
         if args.adapter_endpoints:
             message = "a fleet has the adapters that it is started with (--adapter NAME=PATH)"
-            raise UsageError(f"--adapter-endpoints does not go with --replicas or --address: {message}")
+            raise UsageError(f"--adapter-endpoints cannot be combined with --replicas or --address: {message}")
         return _serve_fleet(args, sizes, adapters)
     config = Lfm2CbBatchingConfig.from_engine(EngineConfig(**engine_options(args)), **sizes)
     check_config(config)  # this and the address first: before a model is loaded for nothing
@@ -145,5 +145,5 @@ def _replicas(text: str) -> int | tuple[int, int]:
     if not colon:
         return positive(text)
     if positive(fewest) > positive(most):
-        raise argparse.ArgumentTypeError(f"must be the fewest and the most, got {text!r}")
+        raise argparse.ArgumentTypeError(f"must be MIN and MAX replicas, got {text!r}")
     return positive(fewest), positive(most)

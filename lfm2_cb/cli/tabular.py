@@ -19,7 +19,7 @@ def open_parquet(path: Path, column: str | None, keep: Sequence[str], digest: st
         with parquet.ParquetFile(path) as file:
             num_rows, names = file.metadata.num_rows, file.schema_arrow.names
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise InputError(f"{path} is no Parquet file: {error}") from error
+        raise InputError(f"{path} is not a Parquet file: {error}") from error
     columns = choose_columns(str(path), names, column, keep)
 
     def rows() -> Iterator[tuple[int, Content]]:
@@ -83,7 +83,7 @@ def choose_columns(name: str, there: Sequence[str], column: str | None, keep: Se
     missing = [c for c in (*wanted, *keep) if c not in there]
     if missing or not wanted:
         raise InputError(
-            f"{name} has the columns {', '.join(there)}, and not {', '.join(missing) or 'prompt or messages'}"
+            f"{name} has the columns {', '.join(there)}, but not {', '.join(missing) or 'prompt or messages'}"
         )
     return list(dict.fromkeys([*wanted, *keep, *(c for c in there if c == ADAPTER_COLUMN)]))
 

@@ -199,11 +199,11 @@ class JobFiles:
         except FileNotFoundError:
             known = None
         except ValueError as error:
-            raise JobError(f"{self.job} is no job's record; --overwrite starts anew") from error
+            raise JobError(f"{self.job} is not a job's record; --overwrite starts a new job") from error
         if known is None:
             for path in filter(None, (self.output, self.errors, self.result)):
                 if path.exists() and path.stat().st_size:
-                    raise JobError(f"{path} is there, and no {self.job.name} beside it; --overwrite removes it")
+                    raise JobError(f"{path} exists without {self.job.name} beside it; --overwrite removes it")
         elif known != record and not self._answers.has_rows():
             logger.warning(f"{self.output}: the job before had other options and no answers; begun anew")
             self._answers.truncate()
@@ -211,7 +211,7 @@ class JobFiles:
         elif known != record:
             changed = sorted(k for k in {*known, *record} if known.get(k) != record.get(k))
             details = "; ".join(f"{k} was {known.get(k)!r} and is {record.get(k)!r}" for k in changed)
-            raise JobError(f"{self.output} was begun by another job: {details}. Name another output, or --overwrite")
+            raise JobError(f"{self.output} belongs to another job: {details}. Name another output, or --overwrite")
         if known != record:
             write_atomically(self.job, json.dumps(record, indent=1).encode() + b"\n")
 

@@ -119,7 +119,9 @@ class Engine:
         if not isinstance(known, AssistantModel) or known.model is not model:
             ours, theirs = self.runner.model.config.vocab_size, model.config.vocab_size
             if ours != theirs:
-                raise ValueError(f"assistant_model has a vocabulary of {theirs} tokens, the model one of {ours}")
+                raise ValueError(
+                    f"assistant_model must share the model's vocabulary of {ours} tokens, but has {theirs}"
+                )
             config = self.config
             known = self._drafters["assistant"] = AssistantModel(
                 model,

@@ -253,7 +253,7 @@ class EngineLoop:
     def check_reentrance(self) -> None:
         """Raises: ReentrantError: this thread is inside a step."""
         if self._driver == threading.get_ident():
-            raise ReentrantError("this runs inside a step of the generator it waits for: it would wait for ever")
+            raise ReentrantError("called inside a step of the generator that it waits for: this would deadlock")
 
     def check_process(self) -> None:
         """Raises: ForkedError: this process is not the one that made the loop."""

@@ -16,7 +16,7 @@ def cache_budget(cache_memory: int | str, device: torch.device) -> int:
     if device.type != "cuda":
         if share is not None:
             raise ValueError(
-                f"cache_memory={cache_memory!r} is a share of a card's memory, and the model is on {device}"
+                f"cache_memory={cache_memory!r} is a share of a GPU's memory, but the model is on {device}: pass bytes"
             )
         return parse_bytes(cache_memory)
     free = free_memory(device)

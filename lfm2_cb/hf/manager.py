@@ -97,7 +97,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
                 if known.model is ours and self._placed == (ours.dtype, ours.device):
                     return known
                 if self._live or self.is_running():
-                    raise RuntimeError("the model was moved or replaced while the manager runs: stop it before")
+                    raise RuntimeError("the model was moved or replaced while the manager runs: stop it first")
             options = engine_config(self.continuous_batching_config, ours)
             self._generator = ContinuousBatchingGenerator(ours, **vars(options), adapters=self._given_adapters)
             self._take_live_adapters(self._generator)
@@ -308,7 +308,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
             self._wait_for_place()
             self._check_open()
             if taken := live.keys() & self._live.keys():
-                raise ValueError(f"request ids in use: {', '.join(sorted(taken))}")
+                raise ValueError(f"these request ids are already in use: {', '.join(sorted(taken))}")
             generator.loop.submit(requests, keep_outputs=False)
             self._live.update(live)
             self._names.update({entry.request.request_id: name for name, entry in live.items()})

@@ -36,7 +36,7 @@ class ContinuousBatchingPipeline(TextGenerationPipeline):
     def __new__(cls, *args: Any, generator: str | None = None, generator_kwargs: Any = None, **kwargs: Any) -> Any:
         if generator is None and cls is ContinuousBatchingPipeline:
             if generator_kwargs is not None:
-                raise ValueError('generator_kwargs goes with generator="cb"')
+                raise ValueError('generator_kwargs needs generator="cb"')
             return TextGenerationPipeline(*args, **kwargs)
         if generator != "cb":
             raise ValueError(f'generator must be "cb" or None, got {generator!r}')

@@ -70,9 +70,9 @@ class ModelWatch:
         for name, parameter in model.named_parameters():
             dtype, device = self._placement.get(name, (parameter.dtype, parameter.device))
             if parameter.dtype != dtype:
-                raise ModelChanged(f"{name} is {parameter.dtype}, and was {dtype}: cast it back, or {NEW_GENERATOR}")
+                raise ModelChanged(f"{name} is {parameter.dtype}, but was {dtype}: cast it back, or {NEW_GENERATOR}")
             if parameter.device != device:
-                where = f"{name} is on {parameter.device}, and was on {device}"
+                where = f"{name} is on {parameter.device}, but was on {device}"
                 raise ModelChanged(f"{where}: move it back, or {NEW_GENERATOR}")
 
     def _check_code(self, model: PreTrainedModel, stock: PreTrainedModel | None = None) -> None:

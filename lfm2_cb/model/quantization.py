@@ -213,7 +213,7 @@ def quantize(model: PreTrainedModel, weights: str) -> Lfm2CbForCausalLM:
     source = dict(model.named_parameters(remove_duplicate=False))
     if isinstance(model, Lfm2CbForCausalLM) and (surplus := source.keys() - plain):
         raise TypeError(
-            f"{min(surplus)} is no parameter of a plain model: merge adapters before asking for {weights!r}"
+            f"{min(surplus)} is not a parameter of a plain model: merge adapters before asking for {weights!r}"
         )
     for name, module in new.named_modules():
         for leaf, empty in list(module.named_parameters(recurse=False)):

@@ -71,7 +71,7 @@ class RequestBuilder:
         if call.chunks is not None and not self.engine.config.prefix_caching:
             raise ValueError("chunks needs prefix_caching=True: conv states are kept where its checkpoints are")
         if call.chunks is not None and call.adapter is not None:
-            raise UnsupportedOptionError("chunks does not go with adapter: segments are computed by the base model")
+            raise UnsupportedOptionError("chunks cannot be combined with adapter: the base model computes them")
         rest = {name: value for name, value in kwargs.items() if name not in names}
         options = resolve_options(self.model, generation_config, num_prompts, call, rest)
         if face is not None and options.left_to_stock:
@@ -153,7 +153,7 @@ class RequestBuilder:
     def _marked_ends(self, index: int, ids: Sequence[int], call: CallOptions) -> tuple[int, ...]:
         separator = call.chunks
         if separator is True:
-            raise PromptError(f"prompt {index} is no list of segments, which chunks=True asks for")
+            raise PromptError(f"prompt {index} must be a list of segments, as chunks=True requires")
         if isinstance(separator, str):
             if call.tokenizer is None:
                 raise PromptError(f"chunks={separator!r} needs a tokenizer, or token ids as the separator")

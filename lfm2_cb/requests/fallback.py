@@ -26,7 +26,7 @@ def stock_arguments(generate_kwargs: dict[str, Any], streamer: Any) -> dict[str,
     ours = {field.name for field in dataclasses.fields(CallOptions)}
     for name in ("logprobs", "assistant_model", "structured", "sparse_prefill", "adapter", "chunks"):
         if generate_kwargs.get(name) is not None:
-            raise UnsupportedOptionError(f"{name} does not go with options that stock generate() has to run")
+            raise UnsupportedOptionError(f"{name} cannot be combined with options that stock generate() must run")
     kept = {name: value for name, value in generate_kwargs.items() if name not in ours}
     return {**kept, "streamer": streamer}
 

@@ -47,7 +47,7 @@ def read_prompts(
     """
     if chunks is True:
         if isinstance(prompts, (str, Mapping)) or not hasattr(prompts, "__iter__"):
-            raise PromptError("with chunks=True, prompts are a list with a list of segments for each")
+            raise PromptError("with chunks=True, prompts must be a list that holds a list of segments for each prompt")
         return [_read_segments(i, prompt, tokenizer) for i, prompt in enumerate(prompts)]
     if isinstance(chunks, str) and tokenizer is not None:
         texts = [prompts] if isinstance(prompts, str) else prompts
@@ -142,7 +142,7 @@ def check_unicode(index: int, text: Any) -> None:
             text.encode()
         except UnicodeEncodeError as error:
             raise PromptError(
-                f"prompt {index} is no valid text: a lone surrogate {text[error.start]!r} at character {error.start}"
+                f"prompt {index} is not valid text: a lone surrogate {text[error.start]!r} at character {error.start}"
             ) from None
 
 

@@ -181,7 +181,7 @@ def _from_json(call: Any) -> ToolCall:
     if isinstance(arguments, str):
         arguments = json.loads(arguments or "{}", parse_constant=_refuse, parse_float=_float)
     if not isinstance(arguments, dict):
-        raise BrokenCall("a call's arguments are no object")
+        raise BrokenCall("a call's arguments are not an object")
     return ToolCall(_unicode(call["name"]), _unicode(arguments))
 
 
@@ -271,13 +271,13 @@ def _value(node: ast.expr) -> Any:
         value = _value(node.operand)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return -value if isinstance(node.op, ast.USub) else value
-    raise BrokenCall("an argument is no literal")
+    raise BrokenCall("an argument is not a literal")
 
 
 def _entries(node: ast.Dict) -> Iterator[tuple[str, Any]]:
     for key, entry in zip(node.keys, node.values, strict=True):
         if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
-            raise BrokenCall("a key is no string")
+            raise BrokenCall("a key is not a string")
         yield key.value, _value(entry)
 
 

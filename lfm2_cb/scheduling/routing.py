@@ -82,7 +82,7 @@ class PrefixRouter:
         Raises: IndexError: there are no engines.
         """
         if not self._ring:
-            raise IndexError("there is no engine to choose")
+            raise IndexError("no engine is available to route to")
         drawn = self._draw(self._ring)
         carriers = None if adapter is None else self._carriers.get(adapter, set())
         if carriers:

@@ -78,7 +78,7 @@ def test_bad_rows_have_their_reason_and_do_not_stop_the_job(generator, tmp_path)
     assert "the prompt has token id 1000000" in reasons[3] and "not JSON" in reasons[1]
     assert "max_position_embeddings" in reasons[4] and "int" in reasons[5]
     assert reasons[6].startswith("BadRow: the tokenizer or its chat template cannot use it: ")
-    assert reasons[7] == "PromptError: the prompt is no valid text: a lone surrogate '\\ud800' at character 7"
+    assert reasons[7] == "PromptError: the prompt is not valid text: a lone surrogate '\\ud800' at character 7"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_a_lone_surrogate_is_that_rows_error(generator, tmp_path, row):
     records, errors = run(generator, tmp_path, [{"prompt": "It was"}, row, {"prompt": "He had", "id": "\ud800"}])
     assert sorted(r["index"] for r in records) == [0, 2]
     (error,) = errors
-    assert error["index"] == 1 and error["error"].startswith("PromptError: the prompt is no valid text: a lone surr")
+    assert error["index"] == 1 and error["error"].startswith("PromptError: the prompt is not valid text: a lone surr")
 
 
 def test_kept_columns_and_many_sequences(generator, tmp_path):

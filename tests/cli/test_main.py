@@ -66,7 +66,7 @@ def test_generate_then_the_same_again_then_another(folder, capsys):
     assert (folder / "out.jsonl").read_bytes() == first
     assert generate("--output", "out.jsonl", "--ordered", "--keep", "id", "--max-sequences", "2") == 0  # same answers
     assert generate("--output", "out.jsonl", "--ordered", "--keep", "id", "--top-k", "5") == 2
-    assert "begun by another job: options was" in capsys.readouterr().err
+    assert "belongs to another job: options was" in capsys.readouterr().err
     assert generate("--output", "out.jsonl", "--top-k", "5", "--overwrite") == 0
     assert len(lines(folder / "out.jsonl")) == 12 and (folder / "out.jsonl").read_bytes() != first
 

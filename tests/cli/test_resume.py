@@ -205,7 +205,7 @@ def test_a_file_that_is_none_of_ours_is_not_begun_anew(tmp_path, monkeypatch, ca
         (["--set", 'priority="high"'], "priority"),
         (["--set", 'cache_implementation="static"'], "cache_implementation"),
         (["--num-return-sequences", "2"], "num_return_sequences"),
-        *((["--set", f"{name}=1"], f"{name} has no place in a file of answers") for name in sorted(NO_PLACE)),
+        *((["--set", f"{name}=1"], f"{name} does not apply to an output file") for name in sorted(NO_PLACE)),
     ],
 )
 def test_a_bad_option_is_found_once_at_the_start(tmp_path, monkeypatch, capsys, flags, message):

@@ -79,7 +79,7 @@ def test_another_job_or_a_strangers_file_is_refused(output):
         JobFiles(stranger, RECORD)
     assert stranger.read_text() == "precious\n"
     output.with_suffix(".job.json").write_text("{")
-    with pytest.raises(JobError, match="no job's record"):
+    with pytest.raises(JobError, match="not a job's record"):
         JobFiles(output, RECORD)
 
 

@@ -167,7 +167,7 @@ def test_segments_in_text_and_by_separator(demo_stock, demo_tokenizer):
         ([[5, 6]], {"chunks": [9]}, "prompt 0 has no separator"),
         ([[5, 6]], {"chunks": []}, "chunks must be True"),
         ([[[5], [6]]], {"chunks": True, "recompute": 1.5}, "recompute must be a number from 0 to 1"),
-        ([[[5], [6]]], {"chunks": True, "num_beams": 2}, "chunks does not go with"),
+        ([[[5], [6]]], {"chunks": True, "num_beams": 2}, "chunks cannot be combined with"),
     ],
 )
 def test_what_is_wrong_is_said(generator, prompts, options, message):

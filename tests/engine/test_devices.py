@@ -40,7 +40,7 @@ def test_a_share_is_of_a_cards_memory():
     for share in ("0%", "101%"):
         with pytest.raises(ValueError, match="cache_memory must be above 0 and up to 100%"):
             EngineConfig(cache_memory=share)
-    with pytest.raises(ValueError, match="cache_memory='80%' is a share of a card's memory, and the model is on cpu"):
+    with pytest.raises(ValueError, match="cache_memory='80%' is a share of a GPU's memory, but the model is on cpu"):
         ContinuousBatchingGenerator(random_stock(0), cache_memory="80%")
 
 
@@ -71,7 +71,7 @@ def test_a_card_that_is_not_there_is_said_before_anything_is_loaded(monkeypatch,
 def test_a_path_is_loaded_there_and_a_live_model_is_used_where_it_is():
     with ContinuousBatchingGenerator(lfm2_cb.demo_model_path(), device="cpu", cache_memory="8MiB") as generator:
         assert generator.model.device.type == "cpu" and len(generator.generate([[5, 6]], max_new_tokens=2)) == 1
-    with pytest.raises(ValueError, match="device='meta', but the model is on cpu: move it before"):
+    with pytest.raises(ValueError, match="device='meta', but the model is on cpu: move it first"):
         ContinuousBatchingGenerator(random_stock(0), device="meta", cache_memory="4MiB")
 
 

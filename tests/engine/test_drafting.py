@@ -293,7 +293,7 @@ def test_options_that_cannot_be_are_named(target, demo_stock):
             ({"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": -2}, "max_matching_ngram_size must be"),
             ({"prompt_lookup_num_tokens": 3, "assistant_model": target}, "cannot be used together"),
             ({"assistant_model": demo_stock}, "vocabulary of 4096 tokens"),
-            ({"assistant_model": target, "num_beams": 2}, "assistant_model does not go with"),
+            ({"assistant_model": target, "num_beams": 2}, "assistant_model cannot be combined with"),
             ({"assistant_early_exit": 2}, "assistant_early_exit"),
         ):
             with pytest.raises(ValueError, match=message):

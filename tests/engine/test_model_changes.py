@@ -126,10 +126,10 @@ REFUSED = {
         lambda model: model.set_submodule("model.layers.0", torch.compile(model.model.layers[0])),
         r"layers\.0 is a OptimizedModule",
     ),
-    "dtype": (lambda model: model.to(torch.bfloat16), "is torch.bfloat16, and was torch.float32.*new Continuous"),
-    "half": (lambda model: model.half(), "is torch.float16, and was torch.float32"),
+    "dtype": (lambda model: model.to(torch.bfloat16), "is torch.bfloat16, but was torch.float32.*new Continuous"),
+    "half": (lambda model: model.half(), "is torch.float16, but was torch.float32"),
     "dtype of a part": (lambda model: model.model.layers[1].double(), r"layers\.1.* is torch.float64"),
-    "device": (lambda model: model.to("meta"), "is on meta, and was on cpu"),
+    "device": (lambda model: model.to("meta"), "is on meta, but was on cpu"),
     "vocabulary": (lambda model: model.resize_token_embeddings(500), "vocabulary of .* now has 500"),
 }
 

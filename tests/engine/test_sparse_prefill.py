@@ -123,7 +123,7 @@ def test_lists_have_an_entry_a_prompt_and_stock_cannot_do_it(demo_stock):
     with ContinuousBatchingGenerator(demo_stock, cache_memory="8MiB") as generator:
         with pytest.raises(ValueError, match="sparse_prefill has 1 entries for 2 prompts"):
             generator.generate([[5], [6]], sparse_prefill=[0.5])
-        with pytest.raises(ValueError, match="sparse_prefill does not go with"):
+        with pytest.raises(ValueError, match="sparse_prefill cannot be combined with"):
             generator.generate([[5]], sparse_prefill=0.5, num_beams=2, max_new_tokens=2)
 
 

@@ -210,7 +210,7 @@ def test_a_number_of_replicas_that_is_none(text, capsys):
 def test_adapters_of_a_fleet_are_those_it_starts_with(capsys):
     assert main(["serve", MODEL, "--replicas", "2", "--adapter-endpoints"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "--adapter-endpoints does not go with --replicas" in line and "--adapter NAME=PATH" in line
+    assert "--adapter-endpoints cannot be combined with --replicas" in line and "--adapter NAME=PATH" in line
     assert main(["serve", MODEL, "--replicas", "2", "--port", "0", "--adapter", "poet=/nowhere"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "adapter 'poet': there is no folder /nowhere" in line

@@ -196,7 +196,7 @@ def test_what_is_wrong_or_not_supported_is_refused_by_name(chat, param, body):
 
 def test_stream_options_go_with_a_stream(chat, complete, server):
     for ask in (chat, lambda **options: complete(prompt="It was", **options)):
-        with pytest.raises(openai.BadRequestError, match="stream_options go with stream=true"):
+        with pytest.raises(openai.BadRequestError, match="stream_options needs stream=true"):
             ask(extra_body={"stream_options": {"include_usage": True}})
         assert [bool(event.usage) for event in ask(stream=True, stream_options={"include_usage": True})][-2:] == [
             False,
@@ -266,9 +266,9 @@ def test_an_unknown_model_is_not_found(server, complete):
         (b'{"prompt": "\xff"}', "not UTF-8"),
         (b'{"prompt": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", "nested too deeply"),
         (b'{"prompt": ' + b'{"a":' * 10**4 + b"1" + b"}" * 10**4 + b"}", "nested too deeply"),
-        (b'{"prompt": "\\ud800 alone"}', "prompt has half of a surrogate pair"),
-        (b'{"prompt": "x", "stop": ["\\udc00"]}', "stop has half of a surrogate pair"),
-        (b'{"\\ud800": 1}', r"\ud800 has half of a surrogate pair"),
+        (b'{"prompt": "\\ud800 alone"}', "prompt is not valid text: it has half of a surrogate pair"),
+        (b'{"prompt": "x", "stop": ["\\udc00"]}', "stop is not valid text: it has half of a surrogate pair"),
+        (b'{"\\ud800": 1}', r"\ud800 is not valid text: it has half of a surrogate pair"),
         (
             b'{"prompt": "x", "generation_config": "{\\"stop_strings\\": \\"\\\\ud800\\"}"}',
             "generation_config has half",

@@ -78,7 +78,7 @@ def test_prompts_are_given_once(generator):
     "prompt", ["half \ud83d of a pair", [{"role": "user", "content": "\udc00"}]], ids=["text", "chat"]
 )
 def test_a_lone_surrogate_is_no_text(demo_tokenizer, prompt):
-    with pytest.raises(PromptError, match="prompt 1 is no valid text: a lone surrogate"):
+    with pytest.raises(PromptError, match="prompt 1 is not valid text: a lone surrogate"):
         tokenize(["fine", prompt], demo_tokenizer)
 
 

@@ -286,5 +286,6 @@ def _tensors(keys: KVBlocks, values: KVBlocks, dtype: torch.dtype) -> tuple[torc
     else:
         whole = False
     if not whole:
-        raise ValueError(f"one dtype and whole caches, not q {dtype}, keys {keys.dtype}, values {values.dtype}")
+        dtypes = f"{dtype}, {keys.dtype} and {values.dtype}"
+        raise ValueError(f"q, keys and values must have one dtype and the caches be contiguous, got {dtypes}")
     return tensors

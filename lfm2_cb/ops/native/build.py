@@ -73,7 +73,7 @@ def find_compiler() -> str:
     name = os.environ.get("CXX", "c++")
     compiler = shutil.which(name)
     if compiler is None:
-        raise NativeUnavailable(f"no C++ compiler ({name}; set CXX to name one)")
+        raise NativeUnavailable(f"no C++ compiler found ({name}): install one, or set CXX to its name")
     return compiler
 
 
@@ -225,7 +225,7 @@ def _run(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     except OSError as error:
-        raise NativeUnavailable(f"{command[0]} does not run: {error}") from error
+        raise NativeUnavailable(f"{command[0]} cannot be run: {error}") from error
     if done.returncode:
         raise NativeUnavailable(f"{' '.join(command)} failed: {done.stdout.strip()[-500:]}")
     return done.stdout

@@ -39,7 +39,7 @@ def resolve_triton(kernels: str, device: torch.device, dtype: torch.dtype) -> Tr
     if not isinstance(found, TritonUnavailable):
         return found
     if kernels == "triton":
-        raise TritonUnavailable(f"kernels='triton' cannot be had: {found}")
+        raise TritonUnavailable(f"kernels='triton' is not available: {found}")
     logger.warning("lfm2_cb: no Triton kernels on %s, everything runs in torch: %s", device, found)
     return None
 

@@ -86,7 +86,7 @@ def test_drafts_sampling_and_an_8_bit_cache(device):
 
 
 def test_what_cannot_be_had_is_refused_by_name(device):
-    with pytest.raises(TritonUnavailable, match=r"kernels='triton' cannot be had: they are for no torch\.float64"):
+    with pytest.raises(TritonUnavailable, match=r"kernels='triton' is not available: they are for no torch\.float64"):
         KernelSet.resolve("triton", device, torch.float64)
 
 
