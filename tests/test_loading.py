@@ -156,7 +156,7 @@ NORM = "model.layers.0.operator_norm.weight"
         (lambda c: edit_weights(c, lambda w: w.pop(NORM)), f"lacks 1 of the model's weights, {NORM}"),
         (
             lambda c: edit_weights(c, lambda w: w.update({NORM: torch.ones(7)})),
-            r"has shape \[7\].*config.json \[192\]",
+            r"has shape \[7\].*config.json requires \[192\]",
         ),
         (lambda c: edit(c / "config.json", hidden_size=96), r"has shape .* config.json requires|conversion"),
         (lambda c: edit(c / "config.json", layer_types=["conv"]), "num_hidden_layers"),

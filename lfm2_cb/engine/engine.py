@@ -120,7 +120,7 @@ class Engine:
             ours, theirs = self.runner.model.config.vocab_size, model.config.vocab_size
             if ours != theirs:
                 raise ValueError(
-                    f"assistant_model must share the model's vocabulary of {ours} tokens, but has {theirs}"
+                    f"assistant_model has a vocabulary of {theirs} tokens, but must have the model's {ours}"
                 )
             config = self.config
             known = self._drafters["assistant"] = AssistantModel(

@@ -271,7 +271,7 @@ def test_an_unknown_model_is_not_found(server, complete):
         (b'{"\\ud800": 1}', r"\ud800 is not valid text: it has half of a surrogate pair"),
         (
             b'{"prompt": "x", "generation_config": "{\\"stop_strings\\": \\"\\\\ud800\\"}"}',
-            "generation_config has half",
+            "generation_config is not valid text: it has half",
         ),
     ],
     ids=lambda value: str(value)[:40],
