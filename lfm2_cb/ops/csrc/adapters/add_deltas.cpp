@@ -1,12 +1,12 @@
 // y * ratio + B (A x) + addend for rows grouped by adapter.
 //
-// A task is some rows of one adapter, with all parts of the layer. One thread shrinks its rows and expands them, so
-// nothing is waited for in between.
+// A task is some rows of one adapter, with all parts of the layer. One thread shrinks its rows and expands them, so no
+// thread waits in between.
 //
 // (In the epilogue of the product, panel by panel as outputs come, it took as long: 64 rows with as many adapters on 2
 // cores of a Xeon with AMX, all linears of a step of a 350M model but the head, product and deltas 95 ms one after the
-// other and 97 as one by matrix units in bf16, 230 and 241 by vectors in fp32. A core has so many lines under way at
-// once, whoever asks for them.)
+// other and 97 as one by matrix units in bf16, 230 and 241 by vectors in fp32. A core can only wait for so many cache
+// lines at once, whichever code requests them.)
 #include "adapters/delta.h"
 #include "core/scratch.h"
 #include "core/threads.h"

@@ -1,10 +1,10 @@
 // y * ratio + B (A x) + addend, for rows of one adapter: ops/adapters.py has the layout.
 //
 // Rows are shrunk to the rank, block by block of inputs, and expanded, panel by panel of outputs. A row's sums are
-// taken in one order, whatever the rows beside it. Matrices are read as they lie in memory, on and on, and so are
-// asked for, into the second-level cache: some KB before their turn, at the end of one the next. (Measured on 2 cores
-// of a Xeon with AMX, 64 adapters of rank 16 in bf16, where memory is read at 36 GB/s at most: 27 GB/s; into the
-// first-level cache 26, 16 KB before their turn 26, with a look at every line where a matrix ends 21.)
+// taken in one order, whatever the rows beside it. Matrices are read sequentially, and prefetched into the
+// second-level cache some KB ahead; at the end of a matrix, the next one is prefetched. (Measured on 2 cores of a Xeon
+// with AMX, 64 adapters of rank 16 in bf16, where memory is read at 36 GB/s at most: 27 GB/s; into the first-level
+// cache 26, 16 KB before their turn 26, with a look at every line where a matrix ends 21.)
 #pragma once
 
 #include "core/prefetch.h"

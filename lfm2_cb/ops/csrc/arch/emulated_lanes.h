@@ -1,4 +1,4 @@
-// csrc/arch/lanes.h without the instructions, but for the products where ARM has them.
+// csrc/arch/lanes.h in the compiler's own vectors, except for the products that ARM has instructions for.
 #pragma once
 
 #if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)

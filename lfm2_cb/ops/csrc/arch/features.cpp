@@ -1,5 +1,5 @@
-// supported_<isa>(): whether this processor, and its operating system, have the instruction set. Compiled by itself
-// first, to ask; an old compiler, or its assembler, fails at it, and the instruction set is left out.
+// supported_<isa>(): whether this processor and its operating system support the instruction set. This file is first
+// compiled alone: if the compiler or its assembler is too old and fails, the instruction set is left out.
 #include "core/simd.h"
 
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-// What the attention kernels for queries in bf16 share: they go over sixteen keys at a time, which lie together.
+// Shared by the attention kernels for queries in bf16, which process sixteen contiguous keys at a time.
 #pragma once
 
 #include "arch/lanes.h"

@@ -1,4 +1,4 @@
-// What share of their attention blocks of queries give to blocks of keys, by the processor's matrix units.
+// The share of its attention that each block of queries gives to each block of keys, by the matrix units.
 //
 // Every sixteenth query attends for its block: its softmax over all keys it sees, summed over each block of them. So
 // the work is a sixteenth of the attention's scores, and no values are read. Every other one of these counts for a second

@@ -1,15 +1,15 @@
 // Attention of one query a sequence over a paged cache, by products of pairs of bf16 or of fours of bytes.
 //
-// Decoding is reading the cache once, so all is arranged about that. An item is a sequence, some kv heads and a span
-// of its keys, of which 64 at a time are taken for one kv head after another, as they lie in a block. Where there are
-// sequences enough an item has all kv heads, so that whole blocks are read in the order of memory (95 sequences of
-// about 200 keys, 6 layers, two cores of an Intel Xeon with AMX: 9.7 ms by a kv head at a time, 9.1 so).
+// Decoding is limited by reading the cache once, so the work is arranged around that. An item is a sequence, some kv
+// heads and a span of its keys, of which 64 at a time are taken for one kv head after another, as they lie in a block.
+// Where there are sequences enough an item has all kv heads, so that whole blocks are read in the order of memory (95
+// sequences of about 200 keys, 6 layers, two cores of an Intel Xeon with AMX: 9.7 ms by a kv head at a time, 9.1 so).
 //
 // The heads that share a kv head go two by two over the 64 keys, which the first-level cache holds. Scores are a row
 // times the query, and sums of sixteen rows by transposing; values are rows interleaved, times their weights, whose
 // order of dims is set right at the end. While keys are multiplied the values beside them are fetched, and while
-// values are, the next keys, also those of the next item: about 8 KB ahead was the best of what was tried (the same:
-// 12.1 ms without; 7.9 with, but nothing computed). Spans are merged in their order, and heads know nothing of each
+// values are, the next keys, also those of the next item: about 8 KB ahead was the best of what was tried (same case:
+// 12.1 ms without; 7.9 with, but with no computation). Spans are merged in their order, and heads know nothing of each
 // other, so a result depends on the sequence alone, not on the number of threads.
 #if defined(__AVX512BF16__) || defined(EMULATED) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #include "attention/decode_bf16.h"

@@ -1,5 +1,5 @@
-// What decode attention (decode_attention.cpp) shares over every kind of cache: the state of a head, and what becomes
-// of a tile's scores.
+// Shared by decode attention (decode_attention.cpp) over every kind of cache: the state of a head, and the online
+// softmax over a tile's scores.
 #pragma once
 
 #include "attention/bf16_attention.h"

@@ -1,5 +1,5 @@
-// Keys or values on their way into the cache's blocks, as they are or rounded to 8 bits with a scale a row
-// (ops/attention/kv_blocks.py has the layout and the torch reference, of which this gives the same bits).
+// Writes keys or values into the cache's blocks, unchanged or rounded to 8 bits with a scale a row. The layout and the
+// torch reference, which this matches to the bit, are in ops/attention/kv_blocks.py.
 #include "core/threads.h"
 
 namespace {

@@ -1,4 +1,4 @@
-// Keys as the matrix units want them.
+// Keys in the layout that the matrix units read.
 #pragma once
 
 #include "arch/tiles.h"

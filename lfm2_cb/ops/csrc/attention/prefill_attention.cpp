@@ -5,10 +5,9 @@
 // go over it, 64 keys at a time: scores, their exponentials rounded to bf16, and, every 128 keys, the values mixed by
 // them; all that a step touches fits the first-level cache (scores of more keys at once halve the speed).
 //
-// A row is brought to another maximum only where a block has a larger score, which becomes rare. (To take exponents
-// from the first block's maximum, and no other unless sums become huge, saves 8 %; but then the largest weights are
-// rounded too, and where few keys have all the weight, errors are up to a fifth larger than SDPA's.) The rounded
-// weights are what is summed.
+// A row is rescaled to a new maximum only if a block has a larger score, which becomes rare. (Keeping the first
+// block's maximum unless sums become huge saves 8 %; but then the largest weights are rounded too, and where few keys
+// have all the weight, errors are up to a fifth larger than SDPA's.) The rounded weights are what is summed.
 //
 // A sequence may say which blocks of 64 keys a block of its queries attends to: the span is then made of the blocks that
 // any of the item's rows takes, and each two tiles go over their own. Without, all blocks are taken, in the same way.

@@ -1,4 +1,4 @@
-// What the attention kernels are asked for.
+// The input of the attention kernels: where queries and keys of each sequence lie, and the blocks that they attend to.
 #pragma once
 
 #include "core/threads.h"

@@ -1,4 +1,4 @@
-// SiLU, of results in fp32 or to be rounded to bf16.
+// SiLU, for results that stay in fp32 or are rounded to bf16.
 #pragma once
 
 #include "core/simd.h"

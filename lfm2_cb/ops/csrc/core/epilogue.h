@@ -1,4 +1,4 @@
-// What becomes of a product's finished sums.
+// Epilogues: what is done with a product's finished sums.
 //
 // An epilogue is a functor of (row, output, sums, count): fp32 sums [count] of a row's outputs from `output` on, written
 // where they belong. The products are templates over it, so fusing another operation takes another functor. Where sums

@@ -1,4 +1,4 @@
-// Memory asked for while there is other work to do.
+// Prefetching memory while other work is done.
 #pragma once
 
 #include "core/tiling.h"

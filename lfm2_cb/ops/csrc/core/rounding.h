@@ -1,4 +1,4 @@
-// Inputs rounded to integers, by the largest of some that share a scale.
+// Rounding inputs to integers; the largest input of a group determines the group's scale.
 #pragma once
 
 #include "core/simd.h"

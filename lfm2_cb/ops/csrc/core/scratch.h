@@ -1,4 +1,4 @@
-// Memory that a kernel needs while it runs: what it lays out, sums that it comes back to.
+// Memory that a kernel needs while it runs: packed operands, and sums that it accumulates later.
 #pragma once
 
 #include "core/tiling.h"

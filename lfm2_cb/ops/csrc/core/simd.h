@@ -1,8 +1,8 @@
 // What every kernel file includes. It is compiled once for each instruction set, with ISA=plain, avx2, avx512, ...:
 // vectors are as wide as that one's registers, in the compiler's own vector types, so the code is written once.
 //
-// Everything but the kernels must be in an unnamed namespace (or static), and nothing may come out of the standard
-// library but what is in C: the linker would keep one instruction set's copy of a shared inline function for all.
+// Everything but the kernels must be in an unnamed namespace (or static), and only the C part of the standard library
+// may be used: of a shared inline function, the linker would keep one instruction set's copy for all.
 #pragma once
 
 #include <math.h>

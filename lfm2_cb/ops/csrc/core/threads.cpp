@@ -1,7 +1,7 @@
 // The pool of threads (core/threads.h). Compiled once, for no instruction set.
 //
-// A thread that waits spins for SPIN and then sleeps, whatever OpenMP's environment variables say: what spins longer
-// takes the processor from whoever has work, itself perhaps, where there are more threads than processors.
+// A waiting thread spins for SPIN and then sleeps, whatever OpenMP's environment variables say: with more threads than
+// processors, a thread that spins longer takes a processor from threads that have work.
 #include "core/threads.h"
 
 #include <pthread.h>

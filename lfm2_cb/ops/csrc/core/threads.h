@@ -1,8 +1,9 @@
 // Work that threads share: one pool of threads for all kernels, of all instruction sets (core/threads.cpp).
 //
-// Nobody waits for a thread that has not begun. Tasks are taken by whoever is there; a thread that comes when all are
-// taken finds nothing to do, so on a busy machine the caller does the work of one that the system does not run. Which
-// thread does a task makes no difference to its result, and the cutting must not either.
+// No thread waits for one that has not started. Running threads take the tasks; a thread that starts when all are
+// taken has nothing to do, so on a busy machine the caller does the work of a thread that the system does not
+// schedule. A task's result does not depend on the thread that runs it, and must not depend on how the work is split
+// either.
 #pragma once
 
 #include "core/tiling.h"

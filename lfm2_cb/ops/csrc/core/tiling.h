@@ -1,4 +1,4 @@
-// How work is cut: into tiles of rows, and into parts.
+// How work is split: into tiles of rows, and into parts.
 #pragma once
 
 #include "core/simd.h"

@@ -1,5 +1,5 @@
-// The experts of a layer: each row's SwiGLUs, summed by its weights. The .cpp files here say by which products, all of
-// them those of csrc/linear.
+// The experts of a layer: each row's SwiGLUs, summed by its weights. The .cpp files here choose the products, all from
+// csrc/linear.
 //
 // Rows are sorted by expert. A thread takes its share of the outputs of every expert, one expert after another: so each
 // touched matrix is read once for all its rows, threads have equal shares whatever is chosen, and a row's sum over its

@@ -1,4 +1,4 @@
-// Which experts each row goes to, and how much each counts.
+// Routing: the experts of each row, and their weights.
 #include "core/threads.h"
 
 namespace {

@@ -1,5 +1,5 @@
-// The products in bf16 by the processor's matrix units. (Those of bytes are a source of their own: in a large one GCC
-// stops putting functions into the loops that call them, here for a tenth of the time.)
+// The products in bf16 by the processor's matrix units. (The products of bytes are in a separate source file: in a
+// large one GCC stops inlining functions into the loops that call them, which costs a tenth of the time.)
 #include "linear/amx_in_place.h"
 #include "linear/amx_packed.h"
 

@@ -1,8 +1,8 @@
 // x @ weight.T (+ bias) for few rows of x: the weights are read once, from where they are, at the memory's speed.
 //
 // A thread takes up to TASK outputs, a few at a time for all rows. Rows are taken in tiles, each loaded weight being
-// used for the whole tile; the next tile finds the weights in the first cache. What comes between two tiles is kept short
-// and without branches, as the processor asks for no further weights meanwhile.
+// used for the whole tile; the next tile finds the weights in the first cache. The code between two tiles is short and
+// has no branches, because the processor prefetches no weights during it.
 #pragma once
 
 #include "core/epilogue.h"

@@ -4,8 +4,8 @@
 // a group's products are summed in 32-bit integers, where nothing overflows and no order matters, and the groups one
 // after another in fp32. So a row's result depends neither on the rows beside it nor on the instruction set.
 //
-// For vectors, rounded inputs are stored plus ZERO, as these multiply unsigned bytes by signed ones. What that adds to a
-// group's sums, ZERO times the sum of the group's weights, is what they start from, taken off.
+// For vectors, which multiply unsigned bytes by signed ones, rounded inputs are stored plus ZERO. This adds ZERO times
+// the sum of a group's weights to the group's sums, so the sums start from minus that value.
 #pragma once
 
 #include "core/epilogue.h"

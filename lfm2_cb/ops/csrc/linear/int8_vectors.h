@@ -2,9 +2,9 @@
 //
 // A vector's lanes are outputs, so weights are loaded as they lie, four inputs of all lanes at a time, and the inputs
 // are broadcast; nothing is summed across lanes. A tile of a few rows and one panel, whose sums are in registers, goes
-// through all inputs. Of few rows, memory is waited for, and is read fastest in several runs side by side: a tile is
-// then of several panels. Of many, the panel is in the cache for the next tiles, and the panel that comes next is asked
-// for meanwhile.
+// through all inputs. With few rows, memory is the limit and is read fastest in several streams: a tile then has
+// several panels. With many rows, the panel stays in the cache for the next tiles, and the next panel is prefetched
+// meanwhile.
 #pragma once
 
 #include "arch/dot.h"

@@ -1,4 +1,4 @@
-// Which of the instruction sets that a source is compiled for an ARM processor (aarch64) has, beyond NEON.
+// Which of the instruction sets that sources are compiled for an ARM processor (aarch64) supports, beyond NEON.
 #pragma once
 
 #if defined(__linux__)

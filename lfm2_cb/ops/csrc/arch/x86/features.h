@@ -1,4 +1,4 @@
-// Which of the instruction sets that a source is compiled for an x86 processor has.
+// Which of the instruction sets that sources are compiled for an x86 processor supports.
 #pragma once
 
 #if defined(__AMX_TILE__) || defined(__AVXVNNI__)
