@@ -218,7 +218,8 @@ inline void convolve(const Product<T>* rows, int64_t kernel, const float* by_tap
 }
 
 // Products are taken anew for each tap that reads them, and the token after the next is fetched meanwhile: with
-// products stored in a pass of their own 4,096 tokens of 1,024 took 2.6 ms in place of 1.9 (two cores of an Intel Xeon).
+// products stored in a pass of their own 4,096 tokens of 1,024 took 2.6 ms in place of 1.9 (two cores of an Intel
+// Xeon).
 template <class T>
 void short_conv(const T* bcx, const int64_t* taps, const T* weight, const T* bias, T* extended, T* out, T* cache,
                 const int64_t* read_rows, const int64_t* write_rows, const int64_t* write_index, int64_t sequences,
@@ -275,8 +276,8 @@ KERNEL(gather_rows)(const char* table, const int64_t* ids, char* out, int64_t ro
 }
 REPLAYABLE(gather_rows)
 
-// x, out [tokens, dim]; weight [dim]. With `residual` [tokens, dim], not null: total = x + residual is normed. As in the
-// stock model, the normed values are rounded to the dtype before they are scaled.
+// x, out [tokens, dim]; weight [dim]. With `residual` [tokens, dim], not null: total = x + residual is normed. As in
+// the stock model, the normed values are rounded to the dtype before they are scaled.
 KERNEL(rms_norm)(const void* x, const void* residual, const void* weight, void* total, void* out, int64_t tokens,
                  int64_t dim, int64_t is_bf16, double eps, int64_t num_threads) {
     if (is_bf16)
@@ -353,9 +354,9 @@ REPLAYABLE(swiglu)
 
 // bcx [tokens, 3, hidden]: B, C and x; out [tokens, hidden] = C * conv(B * x). cache [any, kernel - 1, hidden]: its
 // rows `read_rows` [sequences] are the states. extended [sequences * (kernel - 1) + tokens, hidden] becomes all states
-// with B * x behind them, of which the latter are stored only if it is to be `whole`; taps [kernel, tokens] are rows of
-// it; weight [hidden, kernel]; bias [hidden] or null. Last, the cache's rows `write_rows` [num_writes], where they are
-// not below 0, get extended's rows `write_index` [num_writes, kernel - 1].
+// with B * x behind them, of which the latter are stored only if it is to be `whole`; taps [kernel, tokens] are rows
+// of it; weight [hidden, kernel]; bias [hidden] or null. Last, the cache's rows `write_rows` [num_writes], where they
+// are not below 0, get extended's rows `write_index` [num_writes, kernel - 1].
 KERNEL(short_conv)(const void* bcx, const int64_t* taps, const void* weight, const void* bias, void* extended,
                    void* out, void* cache, const int64_t* read_rows, const int64_t* write_rows,
                    const int64_t* write_index, int64_t sequences, int64_t tokens, int64_t hidden, int64_t kernel,

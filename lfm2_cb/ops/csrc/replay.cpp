@@ -1,4 +1,5 @@
-// A list of kernels run one after another, with the arguments that they were once called with (ops/native/captured_graph.py).
+// A list of kernels run one after another, with the arguments that they were once called with
+// (ops/native/captured_graph.py).
 #include "core/simd.h"
 
 namespace {

@@ -1,9 +1,9 @@
 // Calls kernels of a library as it is asked on standard input, and answers with what they left in memory: so kernels
 // for another processor run under an emulator, and are tested by the same operators and references as any.
 //
-// A call: the function's name on a line (its name as it can be replayed), the number of arguments, and of each its kind:
-// 0, an integer; 1, a double; 2, memory: its size, and its bytes. All numbers are 8 bytes. The answer: the memory, in
-// order. "supported_<isa>" is answered by 8 bytes.
+// A call: the function's name on a line (its name as it can be replayed), the number of arguments, and of each its
+// kind: 0, an integer; 1, a double; 2, memory: its size, and its bytes. All numbers are 8 bytes. The answer: the
+// memory, in order. "supported_<isa>" is answered by 8 bytes.
 #include <dlfcn.h>
 #include <stdint.h>
 #include <stdio.h>

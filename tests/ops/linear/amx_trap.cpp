@@ -1,5 +1,6 @@
 // AMX instructions on a Linux machine whose processor has none: each raises SIGILL, whose handler here reads it as the
-// processor would and does what Intel's manual (SDM, volume 2) says. It ends the process (99) at what it does not know.
+// processor would and does what Intel's manual (SDM, volume 2) says. It ends the process (99) at what it does not
+// know.
 #include <math.h>
 #include <sys/syscall.h>
 

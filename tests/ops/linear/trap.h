@@ -1,4 +1,5 @@
-// Instructions that this machine's processor has not: each raises SIGILL, whose handler reads it as the processor would.
+// Instructions that this machine's processor has not: each raises SIGILL, whose handler reads it as the processor
+// would.
 #pragma once
 
 #include <signal.h>

@@ -17,8 +17,8 @@ inline Eight load_eight(const uint8_t* x) { return {*(Four*)x - Sums{}, *(Four*)
 
 }  // namespace
 
-// multiply_add<APART>(acc, x, w): acc + the products of eight inputs and W outputs' weights: of four inputs `w`, and of
-// the other four `APART` behind. weights_for<ROWS, APART>(w): these, as so many rows are best multiplied by them.
+// multiply_add<APART>(acc, x, w): acc + the products of eight inputs and W outputs' weights: of four inputs `w`, and
+// of the other four `APART` behind. weights_for<ROWS, APART>(w): these, as so many rows are best multiplied by them.
 #if defined(__AVX2__)
 #include "arch/x86/dot.h"
 #elif defined(__ARM_FEATURE_DOTPROD)

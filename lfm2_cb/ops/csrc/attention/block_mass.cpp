@@ -1,8 +1,8 @@
 // The share of its attention that each block of queries gives to each block of keys, by the matrix units.
 //
 // Every sixteenth query attends for its block: its softmax over all keys it sees, summed over each block of them. So
-// the work is a sixteenth of the attention's scores, and no values are read. Every other one of these counts for a second
-// estimate, so that what one of them chooses can be measured by the other.
+// the work is a sixteenth of the attention's scores, and no values are read. Every other one of these counts for a
+// second estimate, so that what one of them chooses can be measured by the other.
 #if defined(__AMX_BF16__) || defined(EMULATED)
 #include "attention/packed_keys.h"
 #include "core/scratch.h"
@@ -146,9 +146,9 @@ void run(const Attention& a, float* mass, int64_t size, const Item* items, int64
 
 }  // namespace
 
-// mass [2][size]: zeros, each half laid out as the sequences' lists are (`Sequence::lists`, all 0 or above); it becomes,
-// of the attention of each block of queries, the share that every block of keys has, by one half of the sample and by
-// the other (zeros, where a block has one query in the sample). The rest as of prefill_attention.
+// mass [2][size]: zeros, each half laid out as the sequences' lists are (`Sequence::lists`, all 0 or above); it
+// becomes, of the attention of each block of queries, the share that every block of keys has, by one half of the
+// sample and by the other (zeros, where a block has one query in the sample). The rest as of prefill_attention.
 KERNEL(block_mass)(
     const bf16* q, const void* keys, const bf16* key_scales, const Sequence* sequences, const int64_t* block_ids,
     float* mass, int64_t num_sequences, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size,

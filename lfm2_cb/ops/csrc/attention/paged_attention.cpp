@@ -1,11 +1,11 @@
 // Causal attention of packed queries over a paged K/V cache, read in place; for few queries a sequence.
 //
-// The work is cut into items: a tile of a sequence's rows (a row is a query of one head; all heads that share a kv head
-// go together, so each key is loaded once for them), one kv head, and a span of the keys. The cuts depend on the
+// The work is cut into items: a tile of a sequence's rows (a row is a query of one head; all heads that share a kv
+// head go together, so each key is loaded once for them), one kv head, and a span of the keys. The cuts depend on the
 // sequence alone, so neither its batch mates nor the number of threads changes a bit of the result. Within an item an
 // online softmax goes over the keys (Milakov & Gimelshein, arXiv 1805.02867); the spans of a long sequence are merged
-// by their sums of exponentials, as in flash decoding (Dao et al., 2023). Everything is accumulated in fp32. Where there
-// are tiles enough for all threads, an item has all spans, in turn, so that no partial results need be kept.
+// by their sums of exponentials, as in flash decoding (Dao et al., 2023). Everything is accumulated in fp32. Where
+// there are tiles enough for all threads, an item has all spans, in turn, so that no partial results need be kept.
 #include "attention/sequence.h"
 #include "core/prefetch.h"
 #include "core/scratch.h"
@@ -322,10 +322,10 @@ void run(const Problem& p, const Item* items, int64_t num_items, float* partials
 }  // namespace
 
 // q [tokens, heads, dim], q_stride values from token to token; keys, values [blocks, kv_heads, block_size, dim];
-// sequences [num_sequences] of the struct in sequence.h; block_ids of all, one after another; taken: the lists of blocks
-// of those sequences that have some. out [tokens, heads, dim] in fp32 or q's dtype; lse [tokens, heads] or null. Only
-// the sequences' tokens are written. q, keys, values: fp32 or all bf16; or keys and values int8, where they have scales,
-// [blocks, kv_heads, block_size] each, else null.
+// sequences [num_sequences] of the struct in sequence.h; block_ids of all, one after another; taken: the lists of
+// blocks of those sequences that have some. out [tokens, heads, dim] in fp32 or q's dtype; lse [tokens, heads] or
+// null. Only the sequences' tokens are written. q, keys, values: fp32 or all bf16; or keys and values int8, where they
+// have scales, [blocks, kv_heads, block_size] each, else null.
 KERNEL(paged_attention)(
     const void* q, const void* keys, const void* values, const bf16* key_scales, const bf16* value_scales,
     const Sequence* sequences, const int64_t* block_ids, const uint8_t* taken, void* out, float* lse,

@@ -9,8 +9,9 @@
 // block's maximum unless sums become huge saves 8 %; but then the largest weights are rounded too, and where few keys
 // have all the weight, errors are up to a fifth larger than SDPA's.) The rounded weights are what is summed.
 //
-// A sequence may say which blocks of 64 keys a block of its queries attends to: the span is then made of the blocks that
-// any of the item's rows takes, and each two tiles go over their own. Without, all blocks are taken, in the same way.
+// A sequence may say which blocks of 64 keys a block of its queries attends to: the span is then made of the blocks
+// that any of the item's rows takes, and each two tiles go over their own. Without, all blocks are taken, in the same
+// way.
 //
 // Keys are cut from the first on, sums are taken in their order, and what a row does not see adds zeros: so a row's
 // result depends neither on the rows beside it, hence on how a prompt is cut into chunks, nor on the number of
@@ -322,9 +323,10 @@ void run(const Problem& p, const Item* items, int64_t num_items, int64_t threads
 }  // namespace
 
 // Arguments as of decode_attention (csrc/attention/decode_attention.cpp), but a sequence has any number of queries;
-// taken: the lists of blocks of those that have some (`Sequence::lists`); tokens: of q and out, that the queries of all
-// sequences are, or null for 0, 1, 2 ...; causal: 0 where each query sees all keys; near [tokens, heads, dim], near_lse [tokens, heads]: what is known of other keys of these queries,
-// and the logarithms of its denominators, both in fp32: out is then of all keys. Or null.
+// taken: the lists of blocks of those that have some (`Sequence::lists`); tokens: of q and out, that the queries of
+// all sequences are, or null for 0, 1, 2 ...; causal: 0 where each query sees all keys; near [tokens, heads, dim],
+// near_lse [tokens, heads]: what is known of other keys of these queries, and the logarithms of its denominators, both
+// in fp32: out is then of all keys. Or null.
 KERNEL(prefill_attention)(
     const bf16* q, const void* keys, const void* values, const bf16* key_scales, const bf16* value_scales,
     const Sequence* sequences, const int64_t* block_ids, const uint8_t* taken, const int64_t* tokens, const float* near,

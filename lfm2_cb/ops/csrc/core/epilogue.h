@@ -1,9 +1,10 @@
 // Epilogues: what is done with a product's finished sums.
 //
-// An epilogue is a functor of (row, output, sums, count): fp32 sums [count] of a row's outputs from `output` on, written
-// where they belong. The products are templates over it, so fusing another operation takes another functor. Where sums
-// come as [output][row], one that has `of_output` and `put` is told of an output's sums, and of a row's results when these
-// are rounded and turned. One with `takes_gates`, of a product that knows it, is given gates and their values together.
+// An epilogue is a functor of (row, output, sums, count): fp32 sums [count] of a row's outputs from `output` on,
+// written where they belong. The products are templates over it, so fusing another operation takes another functor.
+// Where sums come as [output][row], one that has `of_output` and `put` is told of an output's sums, and of a row's
+// results when these are rounded and turned. One with `takes_gates`, of a product that knows it, is given gates and
+// their values together.
 #pragma once
 
 #include "core/activation.h"

@@ -1,9 +1,9 @@
 // Scratch memory of threads (core/scratch.h). Compiled once, for no instruction set.
 //
 // A thread keeps one region in huge pages, as what is laid out for tiles is read from one page after another: products
-// of 96 to 256 rows take 2 to 5 % less than from malloc's pages of 4 KB (a 350M model in bf16 on 2 cores of a Xeon with
-// AMX). The region is used as a stack and grows when nothing of it is in use. What does not fit comes from malloc: until
-// then, or always where it is more than a thread may keep.
+// of 96 to 256 rows take 2 to 5 % less than from malloc's pages of 4 KB (a 350M model in bf16 on 2 cores of a Xeon
+// with AMX). The region is used as a stack and grows when nothing of it is in use. What does not fit comes from
+// malloc: until then, or always where it is more than a thread may keep.
 #include "core/scratch.h"
 
 #include <stdlib.h>

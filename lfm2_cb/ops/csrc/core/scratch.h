@@ -3,8 +3,8 @@
 
 #include "core/tiling.h"
 
-// Bytes, aligned to a line and not set to anything, from what the calling thread keeps for this (core/scratch.cpp). They
-// are given back by the same thread, the last taken first.
+// Bytes, aligned to a line and not set to anything, from what the calling thread keeps for this (core/scratch.cpp).
+// They are given back by the same thread, the last taken first.
 extern "C" void* lfm2_cb_take_scratch(int64_t bytes);
 extern "C" void lfm2_cb_give_scratch_back(void* memory, int64_t bytes);
 

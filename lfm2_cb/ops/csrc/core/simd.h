@@ -92,7 +92,8 @@ inline vec load(const bf16* p) {
 inline void store(float* p, vec v) { memcpy(p, &v, sizeof v); }
 
 #if defined(__AVX512BF16__)
-// The nearest bf16 of each lane: ties to even as in torch, NaN stays NaN. (The instruction makes 0 of what is subnormal.)
+// The nearest bf16 of each lane: ties to even as in torch, NaN stays NaN. (The instruction makes 0 of what is
+// subnormal.)
 inline hvec to_bf16(vec v) {
     hvec h;
     asm("vcvtneps2bf16 %1, %0" : "=v"(h) : "v"(v));
@@ -164,7 +165,8 @@ inline void round_both(vec& a, vec& b, bf16) {
 
 inline vec fill(float x) { return x - vec{}; }  // not 0 + x, which is work: it makes 0 of -0
 
-// a * b + c, rounded once where the instruction set can: written out, as compilers fuse it in one place and not in another.
+// a * b + c, rounded once where the instruction set can: written out, as compilers fuse it in one place and not in
+// another.
 inline vec multiply_add(vec a, vec b, vec c) {
 #if defined(__FMA__)
     asm("vfmadd231ps %1, %2, %0" : "+v"(c) : "v"(a), "v"(b));

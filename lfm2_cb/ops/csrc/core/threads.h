@@ -28,7 +28,8 @@ struct Tasks {
     }
 };
 
-// body(const Tasks&) by each thread, which takes tasks until there are none. For bodies with something to set up first.
+// body(const Tasks&) by each thread, which takes tasks until there are none. For bodies with something to set up
+// first.
 template <class Body>
 inline void parallel(int64_t count, int64_t chunk, int64_t threads, const Body& body) {
     struct Work {

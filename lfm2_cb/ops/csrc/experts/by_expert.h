@@ -1,9 +1,9 @@
 // The experts of a layer: each row's SwiGLUs, summed by its weights. The .cpp files here choose the products, all from
 // csrc/linear.
 //
-// Rows are sorted by expert. A thread takes its share of the outputs of every expert, one expert after another: so each
-// touched matrix is read once for all its rows, threads have equal shares whatever is chosen, and a row's sum over its
-// experts is taken in the experts' order, whoever shares the batch and however many threads there are.
+// Rows are sorted by expert. A thread takes its share of the outputs of every expert, one expert after another: so
+// each touched matrix is read once for all its rows, threads have equal shares whatever is chosen, and a row's sum
+// over its experts is taken in the experts' order, whoever shares the batch and however many threads there are.
 #pragma once
 
 #include "core/epilogue.h"
@@ -48,8 +48,8 @@ struct Inputs {
     const T* row(int64_t i) const { return x + (choices ? choices[i] / top_k : i) * in; }
 };
 
-// An epilogue, in fp32: out[row][output - from] = products; or, with weights, those of the row's choice are added times
-// its weight to out[choice / top_k][output - from].
+// An epilogue, in fp32: out[row][output - from] = products; or, with weights, those of the row's choice are added
+// times its weight to out[choice / top_k][output - from].
 struct Collect {
     float* out;
     int64_t stride, from;
@@ -149,8 +149,8 @@ struct Layer {
     // What `products` takes for each row and unit of gates: those, the same values, and at most two units more.
     static constexpr int64_t UNIT = 4 * Product::OUTPUTS + W;
 
-    // Some of all experts' SwiGLUs, of these gates and the same values: where those begin at no multiple of OUTPUTS, of
-    // some more.
+    // Some of all experts' SwiGLUs, of these gates and the same values: where those begin at no multiple of OUTPUTS,
+    // of some more.
     void compute_inner(Range gates) const {
         const Range values = {(width + gates.begin) / Product::OUTPUTS * Product::OUTPUTS,
                               min(round_up(width + gates.end, Product::OUTPUTS), 2 * width)};

@@ -1,8 +1,8 @@
 // The experts of a layer in 8 bits by vectors.
 #include "experts/int8_experts.h"
 
-// As experts_f32 (csrc/experts/dense_experts.cpp) for x, weights and out in bf16 or fp32, with matrices of 8 bits: each
-// is its values, sums and scales, as linear_int8 has them, with a first dimension for the experts.
+// As experts_f32 (csrc/experts/dense_experts.cpp) for x, weights and out in bf16 or fp32, with matrices of 8 bits:
+// each is its values, sums and scales, as linear_int8 has them, with a first dimension for the experts.
 KERNEL(experts_int8)(const void* x, int64_t is_bf16, const int64_t* selected, const void* weights,
                      const int8_t* gate_up, const int16_t* gate_up_sums, const void* gate_up_scales, const int8_t* down,
                      const int16_t* down_sums, const void* down_scales, void* out, char* scratch, int64_t bytes,

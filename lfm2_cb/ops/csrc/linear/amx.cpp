@@ -21,8 +21,8 @@ KERNEL(amx_packed_linear_bf16)(const bf16* x, const bf16* w, const bf16* bias, c
 }
 REPLAYABLE(amx_packed_linear_bf16)
 
-// As amx_in_place_linear_bf16, but out [rows, width] = silu(gates) * values, of w [2 * width, in], the gates' rows first;
-// to rounding as apart
+// As amx_in_place_linear_bf16, but out [rows, width] = silu(gates) * values, of w [2 * width, in], the gates' rows
+// first; to rounding as apart
 KERNEL(amx_in_place_swiglu_bf16)(const bf16* x, const bf16* w, bf16* out, int64_t rows, int64_t in, int64_t width,
                                  int64_t threads) {
     using namespace amx_bf16::in_place;

@@ -75,8 +75,8 @@ struct Matrix {
     }
 };
 
-// What is multiplied, by panels of two tiles of outputs, and what becomes of it. The second tile holds the outputs that
-// follow the first one's or, with gates, their values.
+// What is multiplied, by panels of two tiles of outputs, and what becomes of it. The second tile holds the outputs
+// that follow the first one's or, with gates, their values.
 template <class Epilogue>
 struct Product {
     static constexpr bool GATED = TAKES_GATES<Epilogue>;

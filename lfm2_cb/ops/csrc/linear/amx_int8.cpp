@@ -20,8 +20,8 @@ KERNEL(amx_swiglu_int8)(const void* x, int64_t is_bf16, const int8_t* weights, c
 }
 REPLAYABLE(amx_swiglu_int8)
 
-// The same, to the bit, as amx_swiglu_int8 of weights13 and then amx_linear_int8 of weights2, with residual or null and
-// without bias: out [rows, outputs]; `gated` are the inputs of the second, half the outputs of the first.
+// The same, to the bit, as amx_swiglu_int8 of weights13 and then amx_linear_int8 of weights2, with residual or null
+// and without bias: out [rows, outputs]; `gated` are the inputs of the second, half the outputs of the first.
 KERNEL(amx_mlp_int8)(const void* x, int64_t is_bf16, const int8_t* weights13, const void* scales13,
                      const int8_t* weights2, const void* scales2, const void* residual, void* inputs,
                      float* input_scales, void* gated_inputs, float* gated_scales, void* out, int64_t rows,

@@ -22,11 +22,11 @@ constexpr int RUNS = 8;                                       // of memory that 
 using Prefetch = InterleavedPrefetcher<RUNS>;
 constexpr int64_t PAIR = 2 * TILE_BYTES;                      // two tiles of inputs: a step of a group of rows
 
-// Bytes of a block of weights. (Measured on one core of a Xeon with AMX and 2 MB of second-level cache, with 128 KB, 256
-// KB, 512 KB, 768 KB, 1 MB and 1.25 MB, ms: 4,608 inputs and 1,024 outputs 64 rows .27 .27 .31 .31 .36 .39, 128 rows .48
-// .48 .43 .51 .55 .58, 256 rows - 1.03 .95 .93 .95 1.02, 512 rows - 2.80 2.00 1.73 1.64 1.88; 1,024 inputs and 9,216
-// outputs with SwiGLU 64 rows .61 .59 .63 .66 .72 .77, 128 rows 1.00 .96 .96 1.02 1.14 1.18, 256 rows - 1.89 1.85 1.93
-// 1.80 2.09, 512 rows - 3.73 3.87 3.76 3.36 3.95.)
+// Bytes of a block of weights. (Measured on one core of a Xeon with AMX and 2 MB of second-level cache, with 128 KB,
+// 256 KB, 512 KB, 768 KB, 1 MB and 1.25 MB, ms: 4,608 inputs and 1,024 outputs 64 rows .27 .27 .31 .31 .36 .39, 128
+// rows .48 .48 .43 .51 .55 .58, 256 rows - 1.03 .95 .93 .95 1.02, 512 rows - 2.80 2.00 1.73 1.64 1.88; 1,024 inputs
+// and 9,216 outputs with SwiGLU 64 rows .61 .59 .63 .66 .72 .77, 128 rows 1.00 .96 .96 1.02 1.14 1.18, 256 rows - 1.89
+// 1.85 1.93 1.80 2.09, 512 rows - 3.73 3.87 3.76 3.36 3.95.)
 inline int64_t block_bytes(int64_t rows) { return min(max(4 * rows, 256), 1024) << 10; }
 
 // A group of the row `from` into tiles. The last row sets the scales of what makes the tiles whole.
@@ -50,9 +50,9 @@ template <class Product>
 struct Pairs {
     static constexpr bool GATED = TAKES_GATES<typename Product::Epilogue>;
     static constexpr int64_t RESULTS = GATED ? PANEL : OUTPUTS;  // of a pair
-    // Groups of inputs that are added together: gates keep vectors busy for longer than tiles need for one. (One core of
-    // a Xeon with AMX, 2,048 rows, ms, minimum of 15, with 1 and 2: 4,608 inputs and 1,024 outputs 9.1 and 10.1; 1,024
-    // inputs and 9,216 outputs with SwiGLU 16.9 and 14.6.)
+    // Groups of inputs that are added together: gates keep vectors busy for longer than tiles need for one. (One core
+    // of a Xeon with AMX, 2,048 rows, ms, minimum of 15, with 1 and 2: 4,608 inputs and 1,024 outputs 9.1 and 10.1;
+    // 1,024 inputs and 9,216 outputs with SwiGLU 16.9 and 14.6.)
     static constexpr int CHUNK = GATED ? 2 : 1;
     const Product& p;
 
@@ -64,9 +64,9 @@ struct Pairs {
     const char* second(int64_t pair) const {
         return first(pair) + (GATED ? count() : 2 * pair + 1 < p.panels() ? 1 : 0) * bytes();
     }
-    // Asks for some of them, in so many steps. (Two cores of a Xeon with AMX, the MLPs of a 350M model, ms, in one run,
-    // 4 and 8: 32 rows 12.9, 12.7 and 11.8; 64 rows 17.0, 14.2 and 13.1; 128 rows 21.9, 20.6 and 20.6; 192 rows 29.0,
-    // 26.6 and 26.7; from 256 rows on no difference.)
+    // Asks for some of them, in so many steps. (Two cores of a Xeon with AMX, the MLPs of a 350M model, ms, in one
+    // run, 4 and 8: 32 rows 12.9, 12.7 and 11.8; 64 rows 17.0, 14.2 and 13.1; 128 rows 21.9, 20.6 and 20.6; 192 rows
+    // 29.0, 26.6 and 26.7; from 256 rows on no difference.)
     Prefetch prefetcher(Range pairs, int64_t steps) const {
         if (pairs.size() == 0) return {};
         const char* from = first(pairs.begin);
@@ -213,9 +213,9 @@ class Multiplier {
         }
         adder.finish();
     }
-    // One after another, those of weights first: 24 ns a step in a loop of nothing else, 26 with products between them;
-    // and weights not into the first-level cache: 1,024 inputs and 9,216 outputs 18.6 ms, by `load` 22.0 (one core of a
-    // Xeon with AMX, 2,048 rows).
+    // One after another, those of weights first: 24 ns a step in a loop of nothing else, 26 with products between
+    // them; and weights not into the first-level cache: 1,024 inputs and 9,216 outputs 18.6 ms, by `load` 22.0 (one
+    // core of a Xeon with AMX, 2,048 rows).
     template <int TILES>
     [[gnu::always_inline]] void load(const char* x, const char* first, const char* second) {
         tiles.stream<6>(first, LINE);
@@ -232,8 +232,8 @@ class Multiplier {
             tiles.multiply_bytes<3, 5, 7>();
         }
     }
-    // A group's first products, between which those of the group before are taken: so tiles go on multiplying. (Taken at
-    // once they cost 3 ns a step.)
+    // A group's first products, between which those of the group before are taken: so tiles go on multiplying. (Taken
+    // at once they cost 3 ns a step.)
     template <int TILES>
     [[gnu::always_inline]] void multiply_first(Products& to) {
         take<0>(to);

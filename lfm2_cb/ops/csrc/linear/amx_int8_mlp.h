@@ -1,5 +1,5 @@
-// swiglu(x @ W13.T) @ W2.T for weights of 8 bits and many rows, by the processor's matrix units: to the bit what the two
-// products of csrc/linear/amx_int8.h give.
+// swiglu(x @ W13.T) @ W2.T for weights of 8 bits and many rows, by the processor's matrix units: to the bit what the
+// two products of csrc/linear/amx_int8.h give.
 //
 // Gated results are the inputs of the second product. A thread computes one group of these inputs after another and
 // rounds them in place, in the second-level cache: in memory they take half the space, are written in whole lines, and

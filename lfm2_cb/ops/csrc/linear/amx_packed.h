@@ -4,12 +4,12 @@
 // The weights, which lie in the module as they are, are packed on their way: a thread lays a block of panels out as
 // tiles of [16 pairs of inputs][16 outputs], once a call, and keeps it in the second-level cache while x passes by in
 // groups of 32 rows; half a group's first steps stay in the first-level cache for all panels of the block. Many inputs
-// are taken in chunks, between which sums are kept as tiles. x is read as it lies, but for rows that do not fill a group.
-// A tile of sums is then [16 rows][16 outputs], as the result is.
+// are taken in chunks, between which sums are kept as tiles. x is read as it lies, but for rows that do not fill a
+// group. A tile of sums is then [16 rows][16 outputs], as the result is.
 //
-// (The sizes were measured on two cores of a Xeon with AMX and 2 MB of second-level cache each, ms for the linears of 2,048
-// tokens of a 350M model: products of 4,608 inputs in chunks of 24 steps 130, of 36 or 48 113, of 72 132. When x was laid
-// out in tiles first, those of 1,024 inputs and outputs took 29 instead of 23.)
+// (The sizes were measured on two cores of a Xeon with AMX and 2 MB of second-level cache each, ms for the linears of
+// 2,048 tokens of a 350M model: products of 4,608 inputs in chunks of 24 steps 130, of 36 or 48 113, of 72 132. When x
+// was laid out in tiles first, those of 1,024 inputs and outputs took 29 instead of 23.)
 #pragma once
 
 #include "linear/amx_bf16.h"
@@ -48,7 +48,8 @@ struct Product : amx_bf16::Product<Epilogue> {
     int64_t block() const { return max(1, min(MOST_PANELS, BLOCK_BYTES / (chunk() * PAIR))); }
     int64_t groups() const { return ceil_div(x.rows, GROUP); }
 
-    // Groups from this one on are packed: those that are not whole, or whose rows would drive each other out of the cache.
+    // Groups from this one on are packed: those that are not whole, or whose rows would drive each other out of the
+    // cache.
     int64_t first_packed() const {
         return x.values && x.columns % STEP == 0 && x.stride() % WAY != 0 ? x.rows / GROUP : 0;
     }
@@ -63,8 +64,8 @@ struct Product : amx_bf16::Product<Epilogue> {
     }
 };
 
-// The lines that some rows' results of a panel will be written to. One is asked for a step: all at once they would be in
-// the way of the tiles.
+// The lines that some rows' results of a panel will be written to. One is asked for a step: all at once they would be
+// in the way of the tiles.
 template <class Epilogue>
 struct ResultLines {
     const Epilogue& epilogue;
@@ -77,8 +78,8 @@ struct ResultLines {
 };
 
 // Sums of a group and a panel that are finished while the next are computed, a row a step (software pipelining): while
-// the matrix units multiply, those for vectors have little to do. (Measured on one core of a Xeon with AMX, 2,048 rows,
-// ms with the sums finished at once and so: SwiGLU of 1,024 inputs 29.6 and 23.0, 4,608 inputs 14.5 and 13.3.)
+// the matrix units multiply, those for vectors have little to do. (Measured on one core of a Xeon with AMX, 2,048
+// rows, ms with the sums finished at once and so: SwiGLU of 1,024 inputs 29.6 and 23.0, 4,608 inputs 14.5 and 13.3.)
 template <class Epilogue>
 struct PendingRows {
     const Epilogue& epilogue;
@@ -102,9 +103,10 @@ struct PendingRows {
     }
 };
 
-// Tiles 0 ... 3 += two tiles of x by two of weights, over some steps. `kept`: whether the first rows of x are to stay in
-// the first-level cache; `in_chunks`: whether there are sums to ask for. (The tiles that come from the second-level
-// cache are loaded first and before any product: 0 to 4 % quicker than each just before its use, SwiGLU of 2,048 rows.)
+// Tiles 0 ... 3 += two tiles of x by two of weights, over some steps. `kept`: whether the first rows of x are to stay
+// in the first-level cache; `in_chunks`: whether there are sums to ask for. (The tiles that come from the second-level
+// cache are loaded first and before any product: 0 to 4 % quicker than each just before its use, SwiGLU of 2,048
+// rows.)
 template <bool kept, bool in_chunks, class Epilogue>
 inline void multiply(Tiles& tiles, const Group& x, const char* weights, Range steps, Prefetcher& next_x,
                      Prefetcher& next_sums, ResultLines<Epilogue>& results, PendingRows<Epilogue>& pending) {

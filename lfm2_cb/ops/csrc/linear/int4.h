@@ -4,9 +4,9 @@
 // than the weights by far, and a group's products are summed in 32-bit integers. So a row's result depends neither on
 // the rows beside it nor on the instruction set.
 //
-// A thread takes PANEL outputs of a block of rows. A tile of a few rows stays in the first-level cache while a chunk of
-// the panel's weights passes by, one or two outputs at a time, whose sums are in registers; the panel comes from the
-// second-level cache for the next tiles, and the weights that come next are asked for meanwhile.
+// A thread takes PANEL outputs of a block of rows. A tile of a few rows stays in the first-level cache while a chunk
+// of the panel's weights passes by, one or two outputs at a time, whose sums are in registers; the panel comes from
+// the second-level cache for the next tiles, and the weights that come next are asked for meanwhile.
 #pragma once
 
 #include "core/epilogue.h"

@@ -3,8 +3,8 @@
 
 // out [rows, outputs] = x @ W.T + bias, rounded, + residual, with x [rows, width], scales [outputs], bias [outputs] or
 // null and residual [rows, outputs] or null, all bf16 or all fp32; weights int8 [panels, padded / 4, 16, 4] and their
-// sums int16 [panels, groups, 16]; as scratch inputs uint8 [rows, padded] and input_scales fp32 [rows, groups]. Padded:
-// to 64.
+// sums int16 [panels, groups, 16]; as scratch inputs uint8 [rows, padded] and input_scales fp32 [rows, groups].
+// Padded: to 64.
 KERNEL(linear_int8)(const void* x, int64_t is_bf16, const int8_t* weights, const int16_t* sums, const void* scales,
                     const void* bias, const void* residual, void* inputs, float* input_scales, void* out, int64_t rows,
                     int64_t width, int64_t outputs, int64_t threads) {

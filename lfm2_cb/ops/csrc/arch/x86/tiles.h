@@ -45,8 +45,8 @@ class Tiles {
     [[gnu::always_inline]] void store(void* to, int64_t stride) const {
         asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(stride), "i"(t) : "memory");
     }
-    // Stores a tile to no avail. A store that comes more than 1,500 cycles after the last one takes 750 cycles to wake up
-    // (measured on a Xeon of the fourth generation), so long products do this now and then.
+    // Stores a tile to no avail. A store that comes more than 1,500 cycles after the last one takes 750 cycles to wake
+    // up (measured on a Xeon of the fourth generation), so long products do this now and then.
     template <int t>
     [[gnu::always_inline]] void keep_awake() {
         store<t>(unread, 0);
