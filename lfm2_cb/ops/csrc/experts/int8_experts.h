@@ -59,8 +59,10 @@ struct Int8Experts {
     template <class Compute>
     void multiply_by(int64_t expert, int64_t rows, char* inputs, Range part, const Collect& epilogue,
                      Compute compute) const {
-        const ScratchArray<float> all(part.size());
-        for (int64_t o = 0; o < part.size(); o++) all[o] = to_float(scales[expert * outputs + part.begin + o]);
+        // Of what is computed: of gates that end within two panels, the values behind them as well.
+        const int64_t size = min(round_up(part.end, OUTPUTS), outputs) - part.begin;
+        const ScratchArray<float> all(size);
+        for (int64_t o = 0; o < size; o++) all[o] = to_float(scales[expert * outputs + part.begin + o]);
         compute(product(expert, rows, inputs, Scale{all, part.begin, epilogue}),
                 Range{part.begin / int8::PANEL, ceil_div(part.end, int8::PANEL)});
     }
