@@ -9,6 +9,9 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 // types alone
 #include <type_traits>
@@ -171,12 +174,18 @@ inline vec multiply_add(vec a, vec b, vec c) {
 #if defined(__FMA__)
     asm("vfmadd231ps %1, %2, %0" : "+v"(c) : "v"(a), "v"(b));
     return c;
+#elif defined(__aarch64__)
+    float32x4_t as[W / 4], bs[W / 4], cs[W / 4];
+    memcpy(as, &a, sizeof a), memcpy(bs, &b, sizeof b), memcpy(cs, &c, sizeof c);
+    UNROLLED for (int i = 0; i < W / 4; i++) cs[i] = vfmaq_f32(cs[i], as[i], bs[i]);
+    memcpy(&c, cs, sizeof c);
+    return c;
 #else
     return a * b + c;
 #endif
 }
 inline float multiply_add(float a, float b, float c) {
-#if defined(__FMA__)
+#if defined(__FMA__) || defined(__aarch64__)
     return __builtin_fmaf(a, b, c);
 #else
     return a * b + c;
