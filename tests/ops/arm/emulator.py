@@ -51,6 +51,8 @@ class ArmKernels(NativeKernels):
 
     def call(self, name, *args):
         """Memory goes there and comes back, from where a tensor begins to where its storage ends."""
+        if self._has(name) is None:
+            pytest.skip(f"the harness calls kernels with their arguments in memory, and {name} is not REPLAYABLE")
         buffers, sent = [], []
         for arg in (*args, torch.get_num_threads()):
             if isinstance(arg, torch.Tensor):
