@@ -236,7 +236,8 @@ class Lfm2CbPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        return True  # a config of a live stock model names one; all give the same, and ours are the kernels'
+        # A live stock mixture's config names one. All give the same results, and ours are the kernels'.
+        return issubclass(cls.config_class, Lfm2MoeConfig)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

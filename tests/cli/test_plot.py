@@ -55,8 +55,8 @@ def test_legends_hide_nothing(folder, monkeypatch):
     "content, message",
     [
         (None, "No such file"),
-        ("", "is no trace"),
-        ('{"a": 1}\n', "is no trace"),
+        ("", "is not a trace"),
+        ('{"a": 1}\n', "is not a trace"),
         ("[\n]\n", "has no steps"),
     ],
 )
