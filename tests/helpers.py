@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import Lfm2Config, Lfm2ForCausalLM, Lfm2MoeConfig, Lfm2MoeForCausalLM, PreTrainedModel
+from transformers.generation.continuous_batching.requests import GenerationOutput
 
 import lfm2_cb
 from lfm2_cb.model.conversion import FUSED, adopt
@@ -119,6 +120,11 @@ def stock_greedy(model: Lfm2ForCausalLM, prompt: list[int], max_new_tokens: int,
     """Stock generate() on one prompt: its new tokens."""
     options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": max_new_tokens, **kwargs}
     return model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+
+
+def generated_tokens(outputs: dict[str, GenerationOutput]) -> list[list[int]]:
+    """The new tokens of each request that `generate_batch` returned."""
+    return [output.generated_tokens for output in outputs.values()]
 
 
 def demo_prompts(count: int) -> list[str]:

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import transformers
-from helpers import ours, random_prompts, random_stock, stock_greedy
+from helpers import generated_tokens, ours, random_prompts, random_stock, stock_greedy
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching import ContinuousBatchingManager, RequestStatus
 from transformers.generation.continuous_batching.requests import GenerationOutput
@@ -28,16 +28,6 @@ GREEDY = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=-1)
 LONG = [3 + i % 50 for i in range(200)]  # three whole blocks of 64
 
 
-@pytest.fixture(scope="module")
-def stock():
-    return random_stock(11)
-
-
-@pytest.fixture(scope="module")
-def model(stock):
-    return ours(stock)
-
-
 @pytest.fixture
 def manager(model):
     with model.continuous_batching_context_manager(generation_config=GREEDY) as started:
@@ -51,17 +41,13 @@ def enabled():
     lfm2_cb.disable()
 
 
-def tokens(outputs) -> list[list[int]]:
-    return [output.generated_tokens for output in outputs.values()]
-
-
 # generate_batch
 
 
 def test_generate_batch_gives_stocks_tokens_in_stocks_types(model, stock):
     prompts = random_prompts(random.Random(0), 9, 90)
     outputs = model.generate_batch(prompts, generation_config=GREEDY, record_timestamps=True)
-    assert tokens(outputs) == [stock_greedy(stock, prompt, 8) for prompt in prompts]
+    assert generated_tokens(outputs) == [stock_greedy(stock, prompt, 8) for prompt in prompts]
     for output, prompt in zip(outputs.values(), prompts, strict=True):
         assert isinstance(output, GenerationOutput) and output.prompt_ids == prompt
         assert output.status is RequestStatus.FINISHED and output.is_finished() and output.error is None
@@ -73,7 +59,7 @@ def test_generate_batch_gives_stocks_tokens_in_stocks_types(model, stock):
 def test_generate_batch_takes_any_option_of_generate(model, stock):
     prompts = random_prompts(random.Random(1), 3, 20)
     outputs = model.generate_batch(prompts, GREEDY, max_new_tokens=[2, 5, 3], repetition_penalty=1.8)
-    assert tokens(outputs) == [
+    assert generated_tokens(outputs) == [
         stock_greedy(stock, prompt, limit, repetition_penalty=1.8)
         for prompt, limit in zip(prompts, [2, 5, 3], strict=True)
     ]
@@ -109,10 +95,10 @@ def test_returned_sequences_are_children_named_as_in_stock(model):
     config = GenerationConfig(do_sample=True, max_new_tokens=6, num_return_sequences=3, eos_token_id=-1)
     outputs = model.generate_batch([[5, 6], [7]], config, ContinuousBatchingConfig(seed=1))
     assert list(outputs) == [f"req_{i}{child}" for i in (0, 1) for child in ("__child#0", "__child#1", "")]
-    assert len({tuple(t) for t in tokens(outputs)}) == 6
+    assert len({tuple(t) for t in generated_tokens(outputs)}) == 6
     again = model.generate_batch([[5, 6], [7]], config, ContinuousBatchingConfig(seed=1))
     other = model.generate_batch([[5, 6], [7]], config, ContinuousBatchingConfig(seed=2))
-    assert tokens(again) == tokens(outputs) != tokens(other)
+    assert generated_tokens(again) == generated_tokens(outputs) != generated_tokens(other)
 
 
 @torch.no_grad()
@@ -137,11 +123,11 @@ def test_generate_with_the_paged_cache_comes_here(model, stock):
 def test_stock_models_get_the_protocol_by_enable_only(enabled):
     live = random_stock(12)
     expected = stock_greedy(live, [5, 6], 8)
-    assert type(live) is STOCK_CLASS and tokens(live.generate_batch([[5, 6]], GREEDY)) == [expected]
+    assert type(live) is STOCK_CLASS and generated_tokens(live.generate_batch([[5, 6]], GREEDY)) == [expected]
     with torch.no_grad():  # stock's own weights, changed in place
         live.model.layers[0].feed_forward.w1.weight.mul_(0.3)
         live.model.embed_tokens.weight.mul_(0.7)
-    assert tokens(live.generate_batch([[5, 6]], GREEDY)) == [stock_greedy(live, [5, 6], 8)]
+    assert generated_tokens(live.generate_batch([[5, 6]], GREEDY)) == [stock_greedy(live, [5, 6], 8)]
     lfm2_cb.disable()
     assert "generate_batch" not in vars(STOCK_CLASS)
     with pytest.raises(ValueError, match="conv"):
@@ -338,7 +324,7 @@ def test_a_persistent_manager_serves_the_next_call(model, stock):
     engine = kept.batch_processor.engine
     config = GenerationConfig(do_sample=False, max_new_tokens=3, eos_token_id=-1)
     outputs = model.generate_batch([[6]], config, cb, persistent_manager=True)  # its own generation config
-    assert tokens(outputs) == [stock_greedy(stock, [6], 3)]
+    assert generated_tokens(outputs) == [stock_greedy(stock, [6], 3)]
     assert kept.batch_processor.engine is engine and model._cached_continuous_batching_manager is kept
     other = model.init_continuous_batching(GREEDY, ContinuousBatchingConfig(max_batch_tokens=32))
     assert other is not kept and not hasattr(model, "_cached_continuous_batching_manager")
@@ -372,7 +358,8 @@ def test_new_weights_are_used_and_nothing_computed_with_the_old():
     model = ours(stock)
     model.generate_batch([LONG], GREEDY, persistent_manager=True)
     change(stock, through_data=True)  # between two sessions
-    assert tokens(model.generate_batch([LONG], GREEDY, persistent_manager=True)) == [stock_greedy(stock, LONG, 8)]
+    outputs = model.generate_batch([LONG], GREEDY, persistent_manager=True)
+    assert generated_tokens(outputs) == [stock_greedy(stock, LONG, 8)]
     model.destroy_cached_continuous_batching_manager()
     with model.continuous_batching_context_manager(generation_config=GREEDY) as manager:
         seen = [manager.get_result(manager.add_request(LONG)).generated_tokens]

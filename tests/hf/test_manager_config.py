@@ -5,7 +5,7 @@ import queue
 import pytest
 import torch
 import transformers
-from helpers import ours, random_stock
+from helpers import generated_tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import lfm2_cb
@@ -17,20 +17,6 @@ from lfm2_cb.requests.options import UnsupportedOptionError
 
 PROMPTS = [[5, 9, 13, 8], [7, 7, 4]]
 GREEDY = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=-1)
-
-
-@pytest.fixture(scope="module")
-def stock():
-    return random_stock(11)
-
-
-@pytest.fixture(scope="module")
-def model(stock):
-    return ours(stock)
-
-
-def tokens(outputs) -> list[list[int]]:
-    return [output.generated_tokens for output in outputs.values()]
 
 
 def test_every_field_of_the_config_is_known():
@@ -107,14 +93,14 @@ def test_options_of_our_generator_go_with_our_config(model, stock):
     assert engine(num_blocks=5, cache_memory="1GiB").plan.num_blocks == 5
     config = Lfm2CbBatchingConfig(drafting="auto", kernels="torch")
     answers = model.generate_batch(PROMPTS[:2], GREEDY, config)
-    assert tokens(answers) == tokens(model.generate_batch(PROMPTS[:2], GREEDY))
+    assert generated_tokens(answers) == generated_tokens(model.generate_batch(PROMPTS[:2], GREEDY))
 
 
 def test_a_model_with_low_bit_weights_speaks_the_protocol():
     model = lfm2_cb.load_model(lfm2_cb.demo_model_path(), torch.float32, weights="int8")
     with ContinuousBatchingGenerator(model, cache_memory="16MiB") as generator:
         expected = [o.token_ids for o in generator.generate(PROMPTS[:2], GREEDY)]
-    assert tokens(model.generate_batch(PROMPTS[:2], GREEDY)) == expected
+    assert generated_tokens(model.generate_batch(PROMPTS[:2], GREEDY)) == expected
 
 
 def test_a_full_queue_is_waited_for_and_then_refused(model, monkeypatch):
