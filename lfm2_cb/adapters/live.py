@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -76,16 +76,27 @@ def stock_within(model: Any) -> PreTrainedModel:
 def merge_check(model: Any) -> Callable[[], None]:
     """A function that raises AdapterError while an adapter is merged into the model's weights, which the base shares:
     requests on the base would get the adapter, and those with the adapter would get it twice. Keeps nothing alive."""
-    kind = _layer_kind()
-    modules = wrapped_stock(model).named_modules()
-    layers = [(name, weakref.ref(module)) for name, module in modules if isinstance(module, kind)]
+    base = weakref.ref(wrapped_stock(model))
 
     def check() -> None:
-        for name, layer in layers:
-            if merged := getattr(layer(), "merged_adapters", None):
-                raise AdapterError(f"adapter {merged[0]!r} is merged into {name}: call unmerge_adapter()")
+        for name, layer in _named_layers(base()):
+            if layer.merged_adapters:
+                message = f"adapter {layer.merged_adapters[0]!r} is merged into {name}: call unmerge_adapter()"
+                raise AdapterError(message)
 
     return check
+
+
+def _named_layers(module: nn.Module | None, name: str = "") -> Iterator[tuple[str, Any]]:
+    """PEFT's wrappers within a module, and their names. Adapters' own modules are skipped: most modules are theirs."""
+    if module is None:
+        return
+    wraps = isinstance(module, _layer_kind())
+    if wraps:
+        yield name, module
+    for leaf, child in module._modules.items():
+        if not wraps or leaf in INNER:
+            yield from _named_layers(child, f"{name}.{leaf}" if name else leaf)
 
 
 def _inner(base: nn.Module, name: str) -> nn.Module:

@@ -212,6 +212,18 @@ def test_a_live_peft_model_is_taken_with_its_adapters(stock, tmp_path):
         ContinuousBatchingGenerator(live)
 
 
+def test_an_adapter_merged_into_layers_that_had_none_is_refused():
+    """Layers that PEFT wraps after the generator was made share their weights with it, too."""
+    live = peft.get_peft_model(random_stock(21, **LAYERS), peft.LoraConfig(r=2, target_modules=["q_proj"])).eval()
+    with ContinuousBatchingGenerator(live, cache_memory="4MiB") as generator:
+        expected = generator.generate([[5, 6]], max_new_tokens=4, **GREEDY)[0].token_ids
+        live.add_adapter("late", peft.LoraConfig(r=2, target_modules=["w2"], init_lora_weights=False))
+        assert generator.generate([[5, 6]], max_new_tokens=4, **GREEDY)[0].token_ids == expected
+        live.merge_adapter(["late"])
+        with pytest.raises(AdapterError, match=r"'late' is merged into model\.layers\.0\.feed_forward\.w2"):
+            generator.generate([[5, 6]], max_new_tokens=4, **GREEDY)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
