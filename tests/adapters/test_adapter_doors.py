@@ -115,6 +115,9 @@ def test_stocks_methods_of_a_live_peft_model(demo_stock, demo_tokenizer, paths, 
     manager.start()
     names = manager.add_requests(ids, adapter="a")
     assert [manager.get_result(name).generated_tokens for name in names] == wanted("a", "a", "a")
+    live.merge_adapter(["a"])  # into weights that the manager shares
+    with pytest.raises(AdapterError, match="'a' is merged"):
+        manager.add_requests(ids, adapter="a")
     manager.destroy()
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from helpers import ids, ours, random_stock, stock_greedy
+from helpers import ids, ours, random_config, random_stock, stock_greedy
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM, Lfm2Model
@@ -41,6 +41,11 @@ def assert_same_parameters(a: nn.Module, b: nn.Module) -> None:
 
 def assert_same_logits(model: nn.Module, stock: nn.Module) -> None:
     torch.testing.assert_close(model(IDS)[0], stock(IDS)[0], atol=1e-5, rtol=0)
+
+
+def test_a_config_of_ours_makes_a_stock_model():
+    Lfm2ForCausalLM(ours(random_stock(11)).config)
+    Lfm2ForCausalLM(Lfm2CbForCausalLM(random_config(11)).config)
 
 
 # Checkpoints
