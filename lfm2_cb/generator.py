@@ -76,7 +76,8 @@ class ContinuousBatchingGenerator:
         policy: who runs next: "fcfs", "batch", "past_future", "length_aware", "by_adapter", or a `Policy`.
         drafting: "auto" guesses tokens by prompt lookup and verifies them, wherever that pays; tokens stay the same.
             "none" does so where a call asks for it (`prompt_lookup_num_tokens`, `assistant_model`).
-        kernels: "native" (C++, compiled once on first use), "torch", or "auto": native on a CPU with a compiler.
+        kernels: "native" (C++, compiled once on first use), "triton" (on CUDA), "torch", or "auto": native on a CPU
+            with a compiler, Triton on CUDA.
         max_step_seconds: how long running answers may wait for their next token while prompts are prefilled: steps
             with decodes take smaller prefill chunks, by the times measured so far. None: as long as
             `max_batch_tokens` take, which is best for lists.

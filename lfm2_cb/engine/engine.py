@@ -79,7 +79,7 @@ class Engine:
         self.adapters = AdapterPool(model, MAX_PLACES)
         self.runner = ModelRunner(model, self.plan, config.kernels, self.adapters)
         self.overlap = Overlap(self.runner, self.scheduler)
-        #: called before requests are taken, as `check_model` is; each raises where the model must not be run
+        #: called by `check_model`; each raises where the model must not be run
         self.checks: list[Callable[[], None]] = []
         self._drafters: dict[object, Drafter] = {}
         self._inbox: deque[list[Request]] = deque()
@@ -166,7 +166,8 @@ class Engine:
         self.adapters.load(name, source, self.scheduler.adapters.check_fits)
 
     def check_model(self) -> None:
-        """Raises: ModelChanged: what was done to the model (or the assistant) cannot be followed. What `checks` do."""
+        """Raises: ModelChanged: what was done to the model (or the assistant) cannot be followed. And what `checks`
+        raise."""
         for check in self.checks:
             check()
         for runner in self._runners():

@@ -138,8 +138,8 @@ class ModelRunner:
 
     def _command_buffer(self) -> AbstractContextManager[object]:
         """Native calls are deferred if the forward runs no user's Python."""
-        puts_off = self.capturing and isinstance(self.captured, CapturedSteps) and self.captured.is_plain()
-        return CommandBuffer(self.native, self.arena) if puts_off and self.native is not None else nullcontext()
+        defers = self.capturing and isinstance(self.captured, CapturedSteps) and self.captured.is_plain()
+        return CommandBuffer(self.native, self.arena) if defers and self.native is not None else nullcontext()
 
     def _compute(self, batch: RaggedBatch | PaddedDecodeBatch) -> torch.Tensor:
         tokens = {"input_ids": batch.input_ids}

@@ -236,7 +236,7 @@ class Lfm2CbPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
-        # A live stock mixture's config names one. All give the same results, and ours are the kernels'.
+        # A live stock mixture's config names one. All give the same results, and our kernels run whichever it is.
         return issubclass(cls.config_class, Lfm2MoeConfig)
 
     @torch.no_grad()

@@ -293,7 +293,7 @@ def _kernel_for(
     parameters, by_rows, rows = module._parameters, kernels.get(x.dtype), x.shape[0]
     weight = parameters.get("weight")
     if weight is None or "bias" not in parameters:
-        return None  # computed by a parametrization, whenever it is asked for
+        return None  # a parametrization computes it at every access
     if by_rows and rows and weight.dtype == x.dtype and weight.is_contiguous():
         for most, kernel in by_rows:
             if rows <= most:

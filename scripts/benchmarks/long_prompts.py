@@ -120,7 +120,7 @@ def times(args: argparse.Namespace) -> None:
     kinds = ["dense", *args.shares, *(["half of the blocks"] if args.half else [])]
     print(f"{facts()['cpu']}, {torch.get_num_threads()} threads; {args.model}, bf16; seconds of one prefill")
     with ContinuousBatchingGenerator(model, prefix_caching=False, cache_memory="4GiB") as generator:
-        generator.engine.runner.capturing = False  # kernels run when they are called, and so in whose time is taken
+        generator.engine.runner.capturing = False  # so that a kernel runs when it is called, while it is timed
         generator.generate([[5] * 300], sparse_prefill=0.9, **ONE_TOKEN)
         commit(generator.engine.runner.cache)
         for length in args.lengths:
