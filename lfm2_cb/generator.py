@@ -48,11 +48,11 @@ class ContinuousBatchingGenerator:
     When something fails:
         NaN logits, or an exception in a logits processor or stopping criterion, end their request alone, with
         `finish_reason="error"` and its `error`. A forward that raises (out of memory too) ends its step's requests so;
-        the generator serves the next. If a failed step leaves the cache in doubt, everything ends so and later
-        calls raise `BrokenError`.
+        the generator serves the next. If a failed step may have left the cache inconsistent, all requests end
+        so and later calls raise `BrokenError`.
         Ctrl-C takes effect between two steps and cancels the call's requests; a second one interrupts the step at once
         and ends all that was running in it.
-        A slow reader of `stream()` holds nobody up: others' steps go on, and its events wait for it.
+        A slow reader of `stream()` delays no other request: steps go on, and its events wait for it.
         A processor or criterion that calls back into its own generator gets `ReentrantError`.
         At interpreter exit what is unfinished is cancelled; exit waits for one step.
         After a fork the child's calls raise `ForkedError`: start processes by "spawn", with a generator in each.
@@ -60,15 +60,15 @@ class ContinuousBatchingGenerator:
 
     Args:
         model: one of our models, a live stock LFM2, dense or with experts (adopted: its weights are shared, not
-            copied), the path of a checkpoint, or a live `PeftModel` over stock LFM2: its adapters, as they are, are
-            loaded by their names (whichever it has set active, calls without `adapter=` run the base). The engine runs
+            copied), the path of a checkpoint, or a live `PeftModel` over stock LFM2: its adapters are copied
+            under their names (whichever it has set active, calls without `adapter=` run the base). The engine runs
             on the model's device and in its dtype; a path is loaded from safetensors only (`load_model` has the
             exceptions).
         tokenizer: for prompts given as text, and for text out; or its path. Loaded from the model's path where that is
             one, and none is given.
         max_batch_tokens: tokens computed a step: the size of a prefill chunk, decodes included.
         max_sequences: requests running at once.
-        cache_memory: of K/V blocks and conv states, as bytes or "512MiB", "2GiB"; committed as it is first used. On
+        cache_memory: of K/V blocks and conv states, as bytes or "512MiB", "2GiB"; committed on first use. On
             CUDA also a share of the card's free memory, such as "80%".
         block_size: tokens a cache block: the grain of prefix reuse.
         seed: of the sampling; None takes one from torch's global generator at each call.
@@ -84,16 +84,16 @@ class ContinuousBatchingGenerator:
         dtype: of a path: "auto", the checkpoint's own, as `from_pretrained` does; or a torch dtype or its name.
         device: of a path: "cuda", "cuda:1", "cpu" (None); a live model is used where it is.
         weights: "int8" or "int4" stores and streams them in so few bits (embedding and head in 8 at least): a path is
-            quantised while it is loaded, a live model is copied. None: as they are.
+            quantised while it is loaded, a live model is copied. None: unchanged.
         cache_dtype: "int8" stores K/V in 8 bits, with a scale for each token and head: nearly twice the tokens of
             bf16 in the same `cache_memory`. That changes tokens. None: in the model's dtype.
         trace: a file that gets what each step does; as `trace()`, from the start until `close()`.
         sparse_prefill: share of attention's mass, such as 0.95: blocks of a long prompt's queries attend only to the
             blocks of keys that hold it, as estimated. That changes tokens, and pays for prompts of many thousands of
             them. Answers' own tokens attend to all keys. None or 1: exact.
-        adapters: LoRA adapters by the names that calls ask for: see `load_adapter`.
-        adapter_memory: of the adapters that are computed with, as bytes or text; they are brought in as requests want
-            them, and the least recently used goes first.
+        adapters: LoRA adapters, by the names that calls select them by: see `load_adapter`.
+        adapter_memory: of the adapters that are computed with, as bytes or text; they are loaded when requests need
+            them, and the least recently used is evicted first.
 
     Raises:
         TypeError: not an LFM2. UnsafeCheckpointError: a checkpoint of pickles. MemoryError: the cache cannot be
@@ -156,7 +156,7 @@ class ContinuousBatchingGenerator:
         check_same_device(self.model.device, device)
         try:
             self.engine = Engine(self.model, config)
-        except (RuntimeError, MemoryError) as error:  # torch's CPU allocator has no class of its own
+        except (RuntimeError, MemoryError) as error:  # torch's CPU allocator raises no special class
             if "allocate" not in str(error):
                 raise
             raise MemoryError(f"cache_memory={cache_memory!r} cannot be allocated: {error}") from error
@@ -324,7 +324,7 @@ class ContinuousBatchingGenerator:
         """Forget an adapter; requests that have it are finished with it. Raises: AdapterError: there is none."""
         self.engine.adapters.unload(name)
 
-    # What the three are made of, and what the other faces build on
+    # What generate, stream and submit are made of; the other interfaces build on it
 
     def resolve(
         self,
@@ -344,7 +344,7 @@ class ContinuousBatchingGenerator:
         number_offset: int = 0,
         width: int | None = None,
     ) -> Submission:
-        """Check prompts and queue them all together; nothing runs until somebody waits. See `RequestBuilder.build`."""
+        """Check prompts and queue them all together; nothing runs until a thread waits. See `RequestBuilder.build`."""
         return self.loop.submit(self.builder.build(token_ids, options, first_index, number_offset, width))
 
     def run(

@@ -81,7 +81,7 @@ def default_dtype() -> torch.dtype:
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """A dtype, or its name; None for "auto" (or None): as it is. Raises: ValueError: anything else."""
+    """A dtype, or its name; None for "auto" (or None): unchanged. Raises: ValueError: anything else."""
     if dtype is None or dtype == "auto":
         return None
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
@@ -175,7 +175,7 @@ def _check_whole(path: str, report: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _understood(path: str) -> Iterator[None]:
-    """Whatever transformers stumbles over in a damaged checkpoint. Raises: CheckpointError."""
+    """Turns any error of transformers about a damaged checkpoint into one. Raises: CheckpointError."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -203,7 +203,7 @@ def _load_without_mapping(
 ) -> tuple[Lfm2CbForCausalLM, dict[str, Any]]:
     """As `from_pretrained`, which maps whole files and so has all that was read so far in memory until the end."""
     opened = [safe_open(file, framework="pt", backend="pread") for file in files]
-    # Each is read when it is asked for. (`file` has keys, and is no mapping.)
+    # Each is read on access. (`file` has keys, but is not a mapping.)
     slices = {name: file.get_slice(name) for file in opened for name in file.keys()}  # noqa: SIM118
     config = model_class.config_class.from_pretrained(path)
     dtype = dtype or config.dtype or _stored_dtype(slices)
@@ -217,14 +217,14 @@ def _stored_dtype(slices: dict[str, Any]) -> torch.dtype:
 
 
 def check_same_device(has: torch.device, asked: str | torch.device | None) -> None:
-    """Raises: ValueError: `device=` goes with a path; a live model is used where it is."""
+    """Raises: ValueError: a live model is on another device; `device=` is for paths."""
     parsed = parse_device(asked)
     if parsed is not None and (parsed.type != has.type or parsed.index not in (None, has.index)):
         raise ValueError(f"device={str(asked)!r}, but the model is on {has}: move it first (model.to)")
 
 
 def check_same_dtype(has: torch.dtype, asked: str | torch.dtype | None) -> None:
-    """Raises: ValueError: `dtype=` goes with a path; a live model is used as it is."""
+    """Raises: ValueError: a live model has another dtype; `dtype=` is for paths."""
     if parse_dtype(asked) not in (None, has):
         raise ValueError(f"dtype={asked!r}, but the model is in {has}: convert it first (model.to), or give its path")
 
@@ -249,13 +249,13 @@ def check_same_weights(has: str | None, asked: str | None) -> None:
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """A checkpoint's tokenizer.
 
-    Raises: OSError: there is none. CheckpointError: it is damaged, or needs code of its own.
+    Raises: OSError: there is none. CheckpointError: it is damaged, or needs its own code.
     """
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
     except OSError:
         raise
-    except Exception as error:  # the tokenizers library has none of its own
+    except Exception as error:  # the tokenizers library raises plain Exceptions
         raise CheckpointError(f"the tokenizer of {path} does not load: {error}") from error
 
 
@@ -291,9 +291,9 @@ def _digest(path: Path, piece: int = 2**20, most: int = 64) -> str:
 
 
 def as_lfm2_cb(model: Any, weights: str | None = None) -> Lfm2CbForCausalLM:
-    """Our model as it is, or a stock LFM2 adopted once (its weights shared).
+    """Our model itself, or a stock LFM2 adopted once (its weights shared).
 
-    Args: weights: "int8" or "int4": a new model with such weights; None: as they are.
+    Args: weights: "int8" or "int4": a new model with such weights; None: unchanged.
     Raises: TypeError: not an LFM2, or wrapped, or quantised by others. ValueError: `weights`.
     """
     if isinstance(model, Lfm2CbForCausalLM):
@@ -306,7 +306,7 @@ def as_lfm2_cb(model: Any, weights: str | None = None) -> Lfm2CbForCausalLM:
         raise TypeError(
             f"lfm2_cb runs LFM2 models, got {type(model).__name__} (unwrap adapters and data-parallel wrappers first)"
         )
-    weights_of(model)  # nobody else's quantisation, or it says whose
+    weights_of(model)  # raises where another library has quantised it
     if weights is not None:
         check_weights(weights)
         check_plain(model)

@@ -74,7 +74,7 @@ class FrontOptions:
 
 
 class PromptReader:
-    """From a request to what the router is told of it.
+    """From a request to what the router gets with it.
 
     It reads prompts with the server's own code, so its hashes are those of the blocks that a replica will look up. A
     request that cannot be read is nothing to route by: the replica says what is wrong with it.
@@ -113,7 +113,7 @@ class Forward:
     def __init__(self, replicas: DeploymentHandle, reader: PromptReader, metrics: FrontMetrics) -> None:
         self._handle: Any = replicas.options(stream=True, method_name="handle")
         self._reader, self._metrics = reader, metrics
-        self._one_thread = ThreadPoolExecutor(1)  # a long prompt keeps nobody's answer waiting
+        self._one_thread = ThreadPoolExecutor(1)  # off the event loop, so that a long prompt delays no other answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body, path = (await receive())["body"], scope["path"]

@@ -32,7 +32,7 @@ class Lfm2CbPredictor:
         model: checkpoint path, readable on every node.
         prompt_column: texts, chats or lists of token ids.
         output_column: where the generated text goes. Beside it come `finish_reason`, `num_tokens` and `error`, which
-            is "" for a row that went well; a row that cannot be run says why there, and stops nobody else (unless
+            is "" for a row that went well; a row that cannot be run has the reason there, and the others run (unless
             `generation_kwargs` has `on_error="raise"`).
         generation_kwargs: as of `ContinuousBatchingGenerator.generate()`, one sequence a row. With a `seed`, sampled
             answers depend on it and on the batch the row is in; without, each batch draws its own.

@@ -38,7 +38,7 @@ class ReplicaOptions:
     Attributes:
         engine: options of `EngineConfig.for_server`.
         sizes: `num_blocks` or `max_memory_percent`, instead of the engine's `cache_memory`.
-        server: options of `build_app`, but the key: the front has asked for it.
+        server: options of `build_app`, but the key, which the front checks.
         stuck_seconds: a step that takes longer is stuck.
     """
 

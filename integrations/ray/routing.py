@@ -13,7 +13,7 @@ from lfm2_cb.scheduling.routing import PrefixRouter
 
 @dataclass(frozen=True)
 class Aim:
-    """What the router is told of a request, beside it: hashes of its prompt's blocks, and the adapter it names."""
+    """What the router gets with a request: hashes of its prompt's blocks, and the adapter it names."""
 
     hashes: tuple[int, ...] = ()
     adapter: str | None = None

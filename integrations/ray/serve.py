@@ -211,7 +211,7 @@ def serve_fleet(
     Raises: OSError: the address cannot be listened on, or no cluster is there. ValueError, TypeError: as
         `build_deployment`.
     """
-    with bind(host, port) as listener:  # before anything is started for nothing
+    with bind(host, port) as listener:  # first, before anything is started
         port = listener.getsockname()[1]
     application = build_deployment(model, shutdown_seconds=shutdown_seconds, **options)
     interrupted = threading.Event()

@@ -23,8 +23,8 @@ class AnswerForm:
     """What an answer has to look like.
 
     Attributes:
-        tools: that the model is told of, in the form of chat completions.
-        enforced: what a grammar has to see to, by the field that asks for it; the last one is all of it.
+        tools: that the model is given, in the form of chat completions.
+        enforced: what a grammar enforces, by the field that requires it; the last one is all of it.
         calls_are_enforced: the grammar's calls are in LFM2's form.
     """
 
@@ -50,7 +50,7 @@ class AnswerForm:
         form = cls._of(schema, format_field, tools, body, markers)
         for name in ("ignore_eos", "min_tokens"):
             if form.enforced and body.get(name):
-                message = f"{name} does not go with {form.enforced[-1][0]}: an answer ends where it is complete"
+                message = f"{name} cannot be combined with {form.enforced[-1][0]}: an answer ends where it is complete"
                 raise RequestError(message, name)
         return form
 

@@ -68,7 +68,7 @@ def build_app(
         model: one of ours, a live stock LFM2, the path of a checkpoint (with its tokenizer), or a live `PeftModel`
             over stock LFM2, whose adapters are served too.
         name: what clients call it; the path, or the model's own.
-        api_key: asked of every request but `/health`. None: of nobody.
+        api_key: required of every request but `/health`. None: of none.
         max_queue: sequences that may wait; a request beyond it is answered with 429.
         max_request_bytes: of a request's body; 413 beyond.
         continuous_batching_config: the engine's limits; see `lfm2_cb.hf.manager_config`. None: the generation

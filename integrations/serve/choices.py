@@ -226,7 +226,7 @@ class Completion:
         self._open.clear()
 
     def __del__(self) -> None:
-        self.cancel()  # the client left before anybody iterated
+        self.cancel()  # the client left before the first iteration
 
     @property
     def usage(self) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Dispatcher:
 
         Args: param: the field in which the prompts came.
         Returns: the ids of all sequences, prompt by prompt.
-        Raises: RequestError: 429, too many wait; 503, nobody is there to run them; 400, what is wrong with them.
+        Raises: RequestError: 429, too many wait; 503, the engine cannot run them; 400, what is wrong with them.
         """
         self._check_prompts(prompts, sampling, param)
         self._check_room(len(prompts) * n, "n" if n > 1 else param)
@@ -122,7 +122,7 @@ class Dispatcher:
         return self.manager.background_thread_status.fatal_error is None
 
     def problem(self, stuck_seconds: float = STUCK_SECONDS) -> str | None:
-        """Why nobody is served here; None: all is well.
+        """Why no request can be served; None: all is well.
 
         Args: stuck_seconds: a step that takes longer will not end.
         """

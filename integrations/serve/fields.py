@@ -161,7 +161,7 @@ def _is_stream_options(value: Any) -> bool:
 BOOLEAN = _honoured("true or false", lambda value: isinstance(value, bool))
 TEXT = _honoured("a string", is_text)
 LIMIT = _integer(1)
-#: says who asks, or how it is to be filed: nobody files anything here
+#: the user or labels for stored answers; nothing is stored here
 LABEL = _inert("a string", is_text)
 LABELS = _inert(
     "an object of strings", lambda value: isinstance(value, dict) and all(is_text(v) for v in value.values())

@@ -102,7 +102,7 @@ def make_parser(
     """The parser of an answer to this prompt.
 
     Args:
-        tools: that the model was told of.
+        tools: that the model was given.
         in_lfm2s_form: a grammar sees to it that calls are written so, whatever the tokenizer's template says.
     """
     own = None if in_lfm2s_form else build_response_parser(tokenizer, model, prompt, tools=list(tools) or None)

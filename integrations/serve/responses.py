@@ -34,7 +34,7 @@ class Responses:
         served = self.served
         adapter = served.adapter_of(body)
         if body.get("stream_options") is not None and not body.get("stream"):
-            raise RequestError("stream_options go with stream=true", "stream_options")
+            raise RequestError("stream_options needs stream=true", "stream_options")
         tools = check_tools(tools_of_response(body.get("tools") or []))
         form = AnswerForm.of(
             schema_of_response(body.get("text")), "text.format", tools, body, served.forms.has_markers

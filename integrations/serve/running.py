@@ -57,7 +57,7 @@ def serve(
         options: as in `build_app`.
     Raises: OSError: the address cannot be listened on. ValueError, TypeError: as `build_app`.
     """
-    with bind(host, port) as listener:  # before a model is loaded for nothing
+    with bind(host, port) as listener:  # first, before the model is loaded
         serve_on(listener, model, tokenizer, log_requests=log_requests, shutdown_seconds=shutdown_seconds, **options)
 
 

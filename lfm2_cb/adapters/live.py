@@ -23,8 +23,8 @@ INNER = ("base_layer", "original_module")
 
 
 def is_peft(model: Any) -> bool:
-    """Whether it is a `PeftModel`, or a stock LFM2 that PEFT has put layers into. (Nobody can hand us one without
-    having imported peft.)"""
+    """Whether it is a `PeftModel`, or a stock LFM2 that PEFT has put layers into. (Without peft imported, there is
+    none.)"""
     peft = sys.modules.get("peft")
     if peft is None:
         return False
@@ -46,7 +46,7 @@ def _tuned_layers(model: nn.Module) -> list[Any]:
 
 
 def _layer_kind() -> type:
-    """What PEFT's wrappers of layers are."""
+    """The base class of PEFT's wrappers of layers."""
     return sys.modules["peft"].tuners.tuners_utils.BaseTunerLayer
 
 
@@ -108,7 +108,7 @@ def _inner(base: nn.Module, name: str) -> nn.Module:
 
 
 def adapters_of(model: Any) -> dict[str, Tensors]:
-    """The adapters of such a model by their names, as they are now: copied."""
+    """The current adapters of such a model by their names: copies."""
     peft = sys.modules["peft"]
     return {
         name: Tensors(

@@ -49,7 +49,7 @@ class AdapterPool:
         self._known: dict[str, Adapter] = {}
         self._projections: list[Projection] = []
         self._active: dict[int, Active] = {}  # by place
-        self._spares: list[Active] = []  # let go
+        self._spares: list[Active] = []  # unloaded, for their memory
         self._layers: dict[nn.Module, AdaptedLayer] = {}
         self._table: torch.Tensor | None = None
 
@@ -125,7 +125,7 @@ class AdapterPool:
         self._put(place, active)
 
     def _room_for(self, adapter: Adapter) -> Active:
-        """Memory for it: that of one just let go which is laid out alike (new memory is written twice), or new."""
+        """Memory for it: that of one just unloaded with the same layout (new memory is written twice), or new."""
         alike = [i for i, spare in enumerate(self._spares) if spare.adapter.layout == adapter.layout]
         if alike:
             return replace(self._spares.pop(alike[0]), adapter=adapter)
@@ -142,15 +142,15 @@ class AdapterPool:
         return active
 
     def clear(self, place: int) -> None:
-        """Let go of what is there. Its memory is kept for what is filled next, until that is laid out otherwise or
-        `return_spares`."""
+        """Unload what is there. Its memory is kept for the next adapter of the same layout, until one of another
+        layout is loaded or `return_spares`."""
         active = self._active.pop(place, None)
         if active is not None:
             self._descriptors()[place] = 0
             self._spares.append(active)
 
     def return_spares(self) -> None:
-        """Give back the memory of what was let go."""
+        """Give back the memory of unloaded adapters."""
         self._spares = []
 
     def follow_model(self, native: NativeKernels | None = None) -> None:

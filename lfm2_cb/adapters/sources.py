@@ -43,8 +43,8 @@ class Source(Protocol):
 
 
 class Folder:
-    """A folder of PEFT's. Its configuration and the tensors' names and shapes are read at once, the tensors each time
-    that they are asked for; nothing of them is kept.
+    """A folder of PEFT's. Its configuration and the tensors' names and shapes are read at once, the tensors at each
+    call of `read`; they are not kept.
 
     Raises: AdapterError: not there, not whole, or pickled.
     """

@@ -17,7 +17,7 @@ from ..model.modeling import Lfm2CbForCausalLM
 from ..model.quantization import WEIGHTS
 from ..requests.options import CallOptions
 
-#: generation options with a flag of their own, and their types; `--set` has the others
+#: generation options that have a flag, and their types; `--set` takes the others
 GENERATION_FLAGS: dict[str, type] = {
     "max_new_tokens": int,
     "temperature": float,
@@ -29,7 +29,7 @@ GENERATION_FLAGS: dict[str, type] = {
 }
 
 
-#: what `generate()` takes beside generation options: objects, and what asks for more than an answer's text
+#: arguments of `generate()` that `--set` refuses: objects, and those that return more than text
 NO_PLACE = {field.name for field in dataclasses.fields(CallOptions)} - {
     "seed",
     "priority",
@@ -67,7 +67,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = group.add_argument
     add("--dtype", default="auto", choices=["auto", *DTYPES], help="auto: the checkpoint's own (default: auto)")
     add("--device", help='"cpu", "cuda", ... (default: CUDA where there is one)')
-    add("--weights", choices=list(WEIGHTS), help="store and stream them in so few bits (default: as they are)")
+    add("--weights", choices=list(WEIGHTS), help="store the weights in 8 or 4 bits (default: unchanged)")
     add("--allow-pickle", action="store_true", help="also load *.bin weights, which can hold code")
     add("--trust-remote-code", action="store_true", help="run the code of a checkpoint's own tokenizer")
 

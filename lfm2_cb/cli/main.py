@@ -48,7 +48,7 @@ from .rows import InputError, Source, check_first_rows
 from .serve import add_serve_flags, serve
 from .writer import JobFiles, OutputError, PipeFiles
 
-#: what says that kernels that were asked for cannot be had
+#: raised where requested kernels are not available
 UNAVAILABLE = (NativeUnavailable, TritonUnavailable)
 INPUT_HELP = """JSONL, .parquet, .csv, .tsv, .txt (a prompt a line), a dataset's folder or id; "-": JSONL on standard
 input. Run again, a job goes on where its input is the same: files are compared before, the rows of standard input as
@@ -246,7 +246,7 @@ def _advice(args: argparse.Namespace) -> str:
 
 
 def _say(message: str, status: Status) -> Status:
-    """One line to stderr, if anybody reads it; returns `status`."""
+    """Print one line to stderr, unless it is closed; returns `status`."""
     try:
         print(f"lfm2-cb: {message}", file=sys.stderr, flush=True)
     except OSError:

@@ -35,7 +35,7 @@ class Progress(Protocol):
     def shown(self) -> AbstractContextManager[Any]: ...
 
     def update(self, summary: Summary) -> None:
-        """One more row is written. Raises: BrokenPipeError: nobody reads what is shown."""
+        """One more row is written. Raises: BrokenPipeError: the reader of stderr is gone."""
 
 
 class NoProgress:
@@ -145,7 +145,7 @@ class LiveView:
 
 
 def make_progress(engine: Engine, num_rows: int | None, num_done: int, *, quiet: bool, live: bool) -> Progress:
-    """Nothing where it is to be quiet; the live view where it is asked for and stderr is a terminal; else the bar.
+    """No progress if `quiet`; the live view if `live` and stderr is a terminal; else the bar.
 
     Raises: UsageError: see `LiveView`.
     """

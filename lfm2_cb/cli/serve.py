@@ -84,7 +84,7 @@ def serve(args: argparse.Namespace) -> int:
             raise UsageError(f"--adapter-endpoints cannot be combined with --replicas or --address: {message}")
         return _serve_fleet(args, sizes, adapters)
     config = Lfm2CbBatchingConfig.from_engine(EngineConfig(**engine_options(args)), **sizes)
-    check_config(config)  # this and the address first: before a model is loaded for nothing
+    check_config(config)  # this and the address first, before the model is loaded
     with server.bind(args.host, args.port) as listener:
         model, tokenizer = load_from(args)
         server.serve_on(

@@ -53,7 +53,7 @@ def open_dataset(name: str, split: str | None, column: str | None, keep: Sequenc
             data = datasets.load_from_disk(name)
         else:
             data = datasets.load_dataset(name)
-    except Exception as error:  # it has many of its own
+    except Exception as error:  # `datasets` raises many kinds
         raise InputError(f"{name} is neither a file nor a dataset that loads: {error}") from error
     if isinstance(data, datasets.DatasetDict):
         if split is None and len(data) == 1:

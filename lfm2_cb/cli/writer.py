@@ -32,7 +32,7 @@ SYNC_ROWS, SYNC_SECONDS = 64, 2.0
 
 
 class JobError(ValueError):
-    """The output files do not go with this job, or another job is writing them."""
+    """The output files belong to another job, or another job is writing them."""
 
 
 class OutputError(RuntimeError):
@@ -177,7 +177,7 @@ class JobFiles:
         with contextlib.ExitStack() as on_failure:
             self._answers = on_failure.enter_context(contextlib.closing(LineFile(self.output)))
             self._failures = on_failure.enter_context(contextlib.closing(LineFile(self.errors)))
-            if overwrite:  # only now that nobody else is writing them
+            if overwrite:  # only now that the lock is held, so that no other job writes them
                 self._answers.truncate()
                 self._failures.truncate()
                 for path in (self.job, result):

@@ -125,6 +125,6 @@ class AssistantModel(Drafter):
             self._cache.free(state.cache)
 
     def check_idle(self) -> None:
-        """Assert that nothing is kept for anybody."""
+        """Assert that nothing is kept for any request."""
         assert not self._states
         self._cache.check_integrity([])

@@ -16,8 +16,8 @@ _PLAIN_HOMES = (f"{_OUR_PACKAGE}.", "torch.nn.modules.")
 
 
 class CaptureGuard:
-    """A capture holds while the model is what it was. Before every step we look whether its tensors are in their
-    places and nobody has hooks on it; after every `invalidate`, also whether a module or a parameter was replaced.
+    """A captured graph is valid while the model is unchanged. Before every step we check that its tensors are at the
+    same addresses and that it has no hooks; after every `invalidate`, also that no module or parameter was replaced.
 
     Attributes: all_plain: every module's class is ours or torch's own, so that no state of its Python matters.
     """
@@ -36,7 +36,7 @@ class CaptureGuard:
         self._stale = True
 
     def has_changed(self) -> bool:
-        """Whether it is another model than at the last look: what was captured before must go."""
+        """Whether the model has changed since the last call, so that its captured graphs must be dropped."""
         changed = False
         if self._stale and (structure := _structure_of(self._model)) != self._structure:
             self._note(structure)

@@ -20,7 +20,7 @@ def _option(default: Any, kind: type, help: str, choices: Sequence[str] = (), **
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Options of the engine, which every face takes by these names and with these defaults.
+    """Options of the engine, which every interface takes by these names and with these defaults.
 
     Each field's `metadata` has its "type" (of one value, for a command line), a "help" of one line, and the
     "choices" there are (empty: any), so that parsers can be made from `dataclasses.fields(EngineConfig)`. "server" is
@@ -29,14 +29,14 @@ class EngineConfig:
     Args:
         max_batch_tokens: tokens computed a step, prefill chunks and decodes together. (With 2,048, a list of 256
             prompts takes 1 to 3 % more, and its activations half the memory: a 350M model in bf16 on 2 cores of a
-            Xeon. A server's default is 2,048: who comes while nobody decodes waits for half as long.)
+            Xeon. A server's default is 2,048: a request that arrives during a step of prefills waits half as long.)
         max_sequences: requests running at once.
         cache_memory: of K/V blocks and conv states, as bytes or text such as "512MiB", "2GiB" (`cache_bytes` has the
-            number); committed as it is first used. On CUDA also a share of the card's free memory, such as "80%".
+            number); committed on first use. On CUDA also a share of the card's free memory, such as "80%".
         block_size: tokens a cache block: the grain of prefix reuse.
         prefix_caching: keep computed blocks and share them between requests.
         policy: a scheduling policy, or its name (`scheduling.policies`).
-        drafting: "auto" to guess tokens by prompt lookup wherever that pays; "none" for requests that ask only.
+        drafting: "auto" to guess tokens by prompt lookup wherever that pays; "none": only if a request asks for it.
         kernels: "native" (C++, compiled once on first use), "triton" (on CUDA), "torch", or "auto": native on a CPU
             with a compiler, Triton on CUDA.
         max_step_seconds: how long a step that decodes is to take at most, by the times of steps before it: longer
@@ -48,7 +48,7 @@ class EngineConfig:
         trace: a file that gets what each step does, as Chrome trace events ("{pid}" in its name: the process's id).
         sparse_prefill: share of attention's mass, above 0 and up to 1, that prompts' queries cover, by blocks of keys;
             None or 1: all keys. Calls may say otherwise.
-        adapter_memory: of the adapters that are computed with, as `cache_memory`; others rest where they came from.
+        adapter_memory: of the adapters that are computed with, as `cache_memory`; the others stay at their source.
     Raises: ValueError: an option out of range, by name.
     """
 

@@ -13,7 +13,7 @@ from ..ops.sampling import TokenMasks
 
 
 class GrammarError(ValueError):
-    """A grammar does not go with what a request has to do."""
+    """A grammar cannot be read or enforced, or rejects what it is used on."""
 
 
 class Matcher(Protocol):

@@ -31,7 +31,7 @@ class DeviceGraphs(Protocol):
 
 
 def graphs_for(kernels: str, device: torch.device) -> DeviceGraphs | None:
-    """What captures on a device; None: nothing does, or the torch reference is asked for, which is run as it is.
+    """What captures on a device; None: nothing does, or `kernels="torch"`, which is run uncaptured.
 
     Args: kernels: as in `EngineConfig`.
     """

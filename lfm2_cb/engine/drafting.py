@@ -34,7 +34,7 @@ class Drafter:
         raise NotImplementedError
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept for a request: it has ended, or lost its place."""
+        """Drop what is kept for a request: it has ended, or was preempted."""
 
 
 class PromptLookup(Drafter):
@@ -211,7 +211,7 @@ class Speculation:
             asked = [lengths[i] for i in members]
             try:
                 found = requests[members[0]].draft_tracker.drafter.propose([requests[i] for i in members], asked)
-            except Exception as error:  # an assistant's forward: nobody needs its guesses
+            except Exception as error:  # an assistant's forward; requests go on without its guesses
                 logger.error("lfm2_cb: drafting failed, going on without it for %d requests: %r", len(members), error)
                 for i in members:
                     self.forget(requests[i])
@@ -282,8 +282,8 @@ def _constraint(request: Request) -> Constraint | None:
 
 
 def _draft_forced(request: Request) -> bool:
-    """Let tokens that a grammar leaves no choice about be verified in one step. Nothing is lost by that: each would be
-    computed anyway, in a step of its own."""
+    """Let tokens that a grammar leaves no choice about be verified in one step. That costs nothing: otherwise each
+    would be computed in a separate step."""
     constraint = _constraint(request)
     limit = request.max_num_tokens - request.num_tokens - 1
     if constraint is None or limit < 1:

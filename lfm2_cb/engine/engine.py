@@ -86,7 +86,7 @@ class Engine:
         self._cancelled: deque[Request] = deque()
         self._chunks: ChunkStore | None = None
         self._trace: Trace | None = None
-        self.step_started: float | None = None  # when the step under way began, for whoever watches over it
+        self.step_started: float | None = None  # when the step under way began, for watchdogs
         if config.trace is not None:
             self.start_trace(config.trace)
 
@@ -113,7 +113,7 @@ class Engine:
         return self._drafters[max_ngram]
 
     def assistant(self, model: Lfm2CbForCausalLM) -> Drafter:
-        """The drafter that asks this model, kept until another one is asked for. Its cache takes a quarter of
+        """The drafter that uses this model, kept until a call names another. Its cache takes a quarter of
         `cache_memory` in addition. Raises: ValueError: another vocabulary than the engine's model has."""
         known = self._drafters.get("assistant")
         if not isinstance(known, AssistantModel) or known.model is not model:
@@ -222,8 +222,8 @@ class Engine:
             trace.add_step(rows, start, end, self.scheduler, self.speculation.num_accepted)
 
     def _exchange_adapters(self, changes: dict[int, Any]) -> list[StepOutput]:
-        """Fill the places that adapters were given, the others' first let go. Requests for one that cannot be had end
-        alone."""
+        """Load adapters into the places that they were given, after those there before are unloaded. If one cannot be
+        loaded, only its requests end."""
         outputs, missing = [], {place: adapter for place, adapter in changes.items() if adapter is not None}
         for place in changes:
             self.adapters.clear(place)

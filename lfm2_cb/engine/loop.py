@@ -47,7 +47,7 @@ class ReentrantError(RuntimeError):
 
 
 class Submission:
-    """Requests submitted together, and what has happened to them that nobody has taken note of yet.
+    """Requests submitted together, and their outputs that have not been read yet.
 
     Some may have ended before they were submitted, with an error.
     """
@@ -96,7 +96,7 @@ class EngineLoop:
     def submit(self, requests: list[Request], keep_outputs: bool = True) -> Submission:
         """Queue requests (and their forks) all together.
 
-        Args: keep_outputs: for whoever reads the submission's `outputs`; not for one who drives, and has them so.
+        Args: keep_outputs: for callers that read the submission's `outputs`; a driver gets them from its steps.
         Raises: ClosedError; BrokenError; ForkedError; ModelChanged.
         """
         self.check_process()
@@ -141,7 +141,7 @@ class EngineLoop:
             while self._driver is not None and not done():
                 if not self._changed.wait(_left(deadline)):
                     return False
-            return not done() and _left(deadline) != 0 and self.has_work  # without work nobody makes it happen
+            return not done() and _left(deadline) != 0 and self.has_work  # without work it will not happen
 
         while self._drive(may_drive) is not None:
             pass
@@ -191,7 +191,7 @@ class EngineLoop:
         finally:
             if self._driver == me:
                 with self._changed:
-                    self._driver = None  # first, and nobody else can see it before the lock is free
+                    self._driver = None  # first; others can see it only once the lock is free
                     self._changed.notify_all()
                     self._dispatch(outputs)
         return outputs
@@ -243,7 +243,7 @@ class EngineLoop:
         members = [m for s in set(self._submissions.values()) for m in s.members if m.request_id in self._submissions]
         if doubt is not None or not running:  # nothing running: it was not the step's rows, and would happen again
             self._broken_by = doubt or error
-        else:  # also those that had ended in this step, whose last tokens nobody has been told of
+        else:  # also those that ended in this step, whose last tokens were not reported
             members = [member for member in members if member.is_finished]
         logger.error(f"lfm2_cb: a step failed outside the network, ending {len(members)} requests: {error!r}")
         for member in members:

@@ -76,7 +76,7 @@ class PaddedSteps:
         Args:
             shared: as in `RaggedBatch`. Here each row reads all of its keys by itself.
             token_ids: in place of the rows', on the device, `[rows]` int64. The step before may still be computed, so
-                None is returned where graphs would have to be captured, or let go.
+                None is returned where graphs would have to be captured, or dropped.
         """
         if len(rows) > self.sizes[-1] or not all(map(DecodeBatch.is_decode, rows)):
             return None

@@ -44,12 +44,12 @@ QUEUE_TIMEOUT = 10
 class Lfm2CbManager(ContinuousBatchingManager):
     """Stock's manager in name, type and behaviour; our engine does the work, driven through its loop by a thread.
 
-    What is better than in stock: any option of `generate()` goes with a request; a cancelled request gets a last
-    output; results of one request can be waited for without turning over those of others; what is refused raises.
+    Beyond stock: each request may have any option of `generate()`; a cancelled request gets a last output; the results
+    of one request can be waited for without reading those of others; what is refused raises an error.
 
     Args:
         model: one of ours or a live stock LFM2, whose weights are shared; or one with PEFT's adapters, in a
-            `PeftModel` or by itself: these are taken as they are at each start, and a call without `adapter=` runs
+            `PeftModel` or by itself: these are copied at each start, and a call without `adapter=` runs
             with the one that is active, as the model's own `generate()` does.
         generation_config: what requests take where they do not say; resolved as `generate()` does, with the model's
             defaults (stock's manager leaves these out).
@@ -80,7 +80,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
         self._generation_thread: GenerationThread | None = None
         self._is_destroyed = False
         self._wake_up_loop = threading.Event()
-        self._changed = threading.Condition()  # guards all below; told of every output and every end
+        self._changed = threading.Condition()  # guards all below; notified of every output and every end
         self.output_router = OutputRouter(self._changed)
         self._live: dict[str, LiveRequest] = {}
         self._names: dict[int, str] = {}  # engine's request id → its user's
@@ -89,7 +89,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
     # The engine
 
     def _prepare(self) -> ContinuousBatchingGenerator:
-        """Our generator over the model as it is now."""
+        """Our generator over the model: a new one if the model was moved or replaced."""
         with self._changed:
             ours = as_lfm2_cb(self.model)
             known = self._generator
@@ -112,7 +112,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
         return getattr(self.continuous_batching_config, "adapters", None) or {}
 
     def _take_live_adapters(self, generator: ContinuousBatchingGenerator) -> None:
-        """The model's own as they are now, but for names that the configuration gives to others."""
+        """Copy the model's own adapters, except those whose names the configuration gives to others."""
         if self._peft is not None:
             generator.engine.checks[:] = [merge_check(self._peft)]
             for name, source in adapters_of(self._peft).items():
@@ -121,7 +121,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
 
     @property
     def generator(self) -> ContinuousBatchingGenerator:
-        """The engine's face, for what stock's manager has no word for: adapters."""
+        """The generator, for what stock's manager has no methods for: adapters."""
         return self._prepare()
 
     def warmup(self) -> None:

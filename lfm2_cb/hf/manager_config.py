@@ -68,7 +68,7 @@ HONOURED = {
     "drop_unsupported_processors",  # there are none
 }
 
-#: fields that speak of parts which are not here, and say nothing about what is computed
+#: fields about parts that do not exist here, which do not change what is computed
 INERT = {
     "max_blocks_per_request",  # size of a table of flash-attention's decode path
     "auto_switch_to_flash",
@@ -80,7 +80,7 @@ INERT = {
     "block_size",  # stock turns it into page_size
 }
 
-#: fields that ask for something which is not here, with the values that do not ask
+#: fields about features that do not exist here, with the values that do not request them
 REFUSED: dict[str, tuple[Any, ...]] = {
     "use_async_batching": (None, False),
     "use_cuda_graph": (None, False, (False, False)),

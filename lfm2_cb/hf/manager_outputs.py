@@ -1,4 +1,4 @@
-"""The manager's outputs, in stock's types, and how they are delivered to whoever asks."""
+"""The manager's outputs, in stock's types, and how they are delivered."""
 
 from __future__ import annotations
 
@@ -119,9 +119,9 @@ class BatchProcessor:
 
 
 class OutputRouter:
-    """Outputs on their way to whoever asks: a handler on an event loop, or `get`.
+    """Delivers outputs: to a handler on an event loop, or to `get`.
 
-    Args: changed: guards everything here, and is told of every output.
+    Args: changed: guards everything here, and is notified of every output.
     """
 
     def __init__(self, changed: threading.Condition) -> None:
@@ -142,7 +142,7 @@ class OutputRouter:
             else:
                 calls.setdefault(loop, []).append((callback, output))
         for loop, batch in calls.items():
-            with suppress(RuntimeError):  # the listeners' event loop is closed: nobody is left to read this
+            with suppress(RuntimeError):  # the handlers' event loop is closed, so there is no reader
                 loop.call_soon_threadsafe(_call_all, loop, batch)
 
     def register(self, name: str, callback: Handler) -> None:

@@ -22,9 +22,9 @@ class GenerationThread(threading.Thread):
         loop: whose engine it runs, as any other driver would.
         status: by which others ask for a pause or the end.
         changed: held while requests are added, so that none comes between its last look and its end.
-        wake_up: set by whoever has something for it.
-        deliver: called with what each step did.
-        on_end: called at the end, with what ended it, if nobody asked for it.
+        wake_up: set to wake it when there is work, or a stop was requested.
+        deliver: called with the outputs of each step.
+        on_end: called at an end that was not requested, with the error that caused it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GenerationThread(threading.Thread):
         return False
 
     def _before_step(self) -> None:
-        """Hold while somebody pauses. (Other changes of weights, the engine sees when requests are added.)"""
+        """Wait while paused. (The engine notices other changes of weights when requests are added.)"""
         if self._status.is_pause_requested():
             self._status.pause_and_wait()
             self._loop.engine.forget_cached()  # a write through `.data` leaves no trace

@@ -212,7 +212,7 @@ class _Results:
 
 
 def _iterate(inputs: Iterable[Any]) -> Iterator[Any]:
-    """A torch Dataset may have no `__iter__` of its own, and then does not know where to stop."""
+    """By index where there is a length: a torch Dataset without `__iter__` may not end an iteration."""
     if isinstance(inputs, Sized) and hasattr(inputs, "__getitem__"):
         return (inputs[i] for i in range(len(inputs)))
     return iter(inputs)
@@ -220,7 +220,7 @@ def _iterate(inputs: Iterable[Any]) -> Iterator[Any]:
 
 def _as_stock_input(inputs: Any) -> Any:
     """Turn what `datasets` holds into what stock's pipeline takes; leave everything else as it is."""
-    datasets = sys.modules.get("datasets")  # nobody can hand us a column without having imported it
+    datasets = sys.modules.get("datasets")  # a column can only be passed once it has been imported
     if datasets is None:
         return inputs
     if isinstance(inputs, datasets.Dataset):

@@ -78,7 +78,7 @@ class Lfm2CbRotaryEmbedding(nn.Module):
         return self.at(position_ids, x, MODULE_CALLS)
 
     def at(self, position_ids: torch.Tensor, x: torch.Tensor, kernels: KernelSet) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with the frequencies as they are, which no length changes."""
+        """The same with fixed frequencies, which do not depend on the length."""
         inv_freq = self.inv_freq.to(x.device)
         return kernels.rotary(position_ids, inv_freq, self.attention_scaling, x.dtype)
 
@@ -212,7 +212,7 @@ class Lfm2CbDecoderLayer(GradientCheckpointingLayer):
 
 def _takes_residuals(module: nn.Module, forward: object, kernels: KernelSet) -> bool:
     """Whether a part of a layer may add its result to the hidden states itself: its last product does so by a kernel,
-    and nobody waits for the result."""
+    and no user code on the module expects the result."""
     return kernels.native is not None and is_plain(module, forward)
 
 

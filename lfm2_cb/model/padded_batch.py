@@ -131,4 +131,4 @@ class PaddedDecodeBatch(PagedState):
         return mixed
 
     def mask_padding(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return hidden_states  # what rows that are left over compute is nobody's
+        return hidden_states  # the results of padded rows are not used

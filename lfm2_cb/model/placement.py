@@ -29,7 +29,7 @@ moving_weights = threading.RLock()
 
 def place_side_by_side(model: nn.Module, sharing: nn.Module | None = None) -> None:
     """Move a model's parameters on CPU, one after another, so that there is one copy of them at any time; a file that
-    they were mapped from is let go of.
+    they were mapped from is released.
 
     They stay the objects that they are: their `.data` is exchanged. Nothing is moved where they lie side by side
     already.
@@ -119,8 +119,8 @@ def _unchanged_mappings() -> list[tuple[int, int]]:
 
 
 def _drop_pages(begin: int, end: int) -> None:
-    """Give back the pages of a mapped file that are whole within these addresses: whoever reads there has the system
-    map them again."""
+    """Give back the pages of a mapped file that are whole within these addresses. The system maps them again when they
+    are read."""
     begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if begin < end:
         madvise = ctypes.CDLL(None).madvise

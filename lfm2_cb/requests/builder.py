@@ -54,7 +54,7 @@ class RequestBuilder:
 
         Args:
             kwargs: as of `ContinuousBatchingGenerator.generate()`. None is as if not given.
-            face: what the user called, where stock `generate()` cannot take over; None: it can.
+            face: the interface that was called, named in errors, if stock `generate()` cannot take over; None: it can.
         Raises: UnsupportedOptionError; TypeError; ValueError: an option that cannot be honoured, by name. ImportError:
             it needs an extra.
         """
@@ -187,7 +187,7 @@ class RequestBuilder:
     ) -> SamplingParams:
         config, call = options.of_prompt(index).config, options.call
         allowed = call.prefix_allowed_tokens_fn
-        if allowed is not None:  # it asks for the prompt's number; a processor that sees one row would always say 0
+        if allowed is not None:  # it expects the prompt's number; a processor of one row always passes 0
             allowed = _numbered(allowed, number)
         with understood(config):
             processors = stock_logits_processors(

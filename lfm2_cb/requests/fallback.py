@@ -22,7 +22,7 @@ logger = logging.get_logger("transformers.lfm2_cb")
 
 
 def stock_arguments(generate_kwargs: dict[str, Any], streamer: Any) -> dict[str, Any]:
-    """The arguments of a call without those that are ours. Raises: UnsupportedOptionError: one asks for our engine."""
+    """The arguments of a call without those that are ours. Raises: UnsupportedOptionError: one needs our engine."""
     ours = {field.name for field in dataclasses.fields(CallOptions)}
     for name in ("logprobs", "assistant_model", "structured", "sparse_prefill", "adapter", "chunks"):
         if generate_kwargs.get(name) is not None:

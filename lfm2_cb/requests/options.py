@@ -62,7 +62,7 @@ HONOURED = {
     "num_assistant_tokens",
 }
 
-#: fields that ask for another way of decoding or for the network's insides: stock `generate()` does these, exactly
+#: fields for other ways of decoding or internals of the network: stock `generate()` runs these, exactly
 LEFT_TO_STOCK = {"num_beams", "guidance_scale", "output_attentions", "output_hidden_states"}
 
 #: fields that do not change which tokens come out: they say how stock computes, or belong to another option
@@ -206,8 +206,8 @@ def resolve_options(
 
 
 def _check_usable(model: PreTrainedModel, config: GenerationConfig, call: CallOptions) -> None:
-    """Build once for nobody what each request will have: stock looks at many options no earlier, and a prompt must
-    not be blamed for them."""
+    """Build processors and criteria once, without a request: stock validates many options only there, and their errors
+    must not be reported as a prompt's."""
     if not any(name in LEFT_TO_STOCK for name in options_set(config)):
         with understood(config):
             stock_logits_processors(model, config, [0], 1, 0, call.logits_processor, call.prefix_allowed_tokens_fn)

@@ -115,7 +115,7 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile_all(self, value: Any, tokenizer: Any) -> Grammar | list[Grammar | None] | None:
-        """The option `structured`: one for the call, or one (or None) a prompt. What is compiled stays as it is.
+        """The option `structured`: one for the call, or one (or None) a prompt. Grammars are returned as given.
 
         Raises: TypeError; ValueError: it cannot be enforced, and why. StructuredUnavailable: the extra is missing.
         """

@@ -51,7 +51,7 @@ def parse_tool_calls(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> tupl
 
     Args:
         text: decoded with its special tokens, where these mark calls.
-        tools: as the model was told of them, in OpenAI's form or flat. With them an answer that is nothing but calls
+        tools: as the model was given them, in OpenAI's form or flat. With them an answer that is nothing but calls
             of these is read without markers too, and arguments without names get theirs.
     Returns: the text beside the calls, and the calls, in order. A call that is broken stays text.
     """

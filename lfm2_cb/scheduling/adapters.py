@@ -86,7 +86,7 @@ class AdapterPlaces:
         return changes
 
     def drop(self, adapter: Adapter) -> None:
-        """It could not be brought in: whoever uses it has ended."""
+        """It could not be loaded, and the requests that use it have ended."""
         place, known = self._in.pop(adapter.adapter_id)
         self._leave(place, known)
 

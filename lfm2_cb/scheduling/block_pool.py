@@ -27,8 +27,8 @@ class BlockPool:
     """Reference-counted blocks, with an index of their content.
 
     The index is exact: a key holds the block's token ids and the identity of everything before it, and content ids
-    are never used twice, so no collision can hand out wrong content. A block nobody refers to stays indexed until its
-    room is needed, and the least recently used goes first.
+    are never used twice, so no collision can return wrong content. A block without owners stays indexed until
+    its room is needed; the least recently used is evicted first.
     """
 
     num_blocks: int
@@ -78,7 +78,7 @@ class BlockPool:
     def release(self, block_id: int) -> None:
         """Remove an owner. The last one leaves the block free: cached if its content is known, else empty."""
         block = self.blocks[block_id]
-        assert block.ref_count > 0, f"block {block_id} released by nobody"
+        assert block.ref_count > 0, f"block {block_id} released without an owner"
         block.ref_count -= 1
         if block.ref_count:
             return
@@ -104,10 +104,10 @@ class BlockPool:
         if known is None:
             content_id: ContentId = self._next_content_id
             self._next_content_id += 1
-        else:  # somebody's promise, and ours is computed: take its place and its identity
+        else:  # the known block is not computed yet, and this one is: take its place and its identity
             content_id = known.content_id
             self._forget(known)
-        self._forget(block)  # promised after a prefix whose own promise was broken since
+        self._forget(block)  # indexed after a prefix that was dropped since, not computed
         block.key, block.content_id, block.ready = key, content_id, ready
         self._index[key] = block
         return block

@@ -32,7 +32,7 @@ class Fork:
 
 
 class CacheManager:
-    """Hands out blocks and state slots.
+    """Allocates blocks and state slots.
 
     Args:
         num_blocks: blocks in the pool; block ids are 0 … num_blocks - 1.
@@ -127,7 +127,7 @@ class CacheManager:
     def fork(self, parent: Request, child: Request) -> Fork | None:
         """Let `child`, which has the parent's tokens, go on from the parent's computed state.
 
-        Whole blocks are shared (nobody writes them again); a partly filled last one is copied, as is the slot.
+        Whole blocks are shared (they are never written again); a partly filled last one is copied, as is the slot.
         Returns: the copies to make before either runs, or None, with nothing changed, where there is no room.
         """
         assert not child.block_table and child.state_slot is None and parent.state_slot is not None

@@ -24,7 +24,7 @@ class Policy:
             of this name; it advises 0.3 to 1.2). 0: as soon as there is room.
         max_waiting_steps: let them in after so many steps all the same (TGI's `max_waiting_tokens`).
         max_preemptions: a request preempted this often goes before all others from then on, waiting and running, so
-            that nobody is preempted for ever.
+            that no request is preempted for ever.
     """
 
     name = "fcfs"
@@ -77,7 +77,7 @@ class Policy:
         return (request.metrics.num_preemptions < self.max_preemptions, -request.priority)
 
     def opens(self, running: Sequence[Request]) -> bool:
-        """Whether anybody may be let in in this step; asked once a step."""
+        """Whether waiting requests may be admitted in this step; asked once a step."""
         if running and len(self) < self.waiting_served_ratio * len(running):
             self._steps_closed += 1
             if self._steps_closed < self.max_waiting_steps:
@@ -141,9 +141,9 @@ class PastFuture(Policy):
         self._sorted: list[int] = []
         self._num_new = 0  # finished since the distribution was last worked out
         self._alive = [1.0]  # the distribution: see `survival`
-        self._outlook: Outlook | None = None  # of those who run in this step
+        self._outlook: Outlook | None = None  # of the requests that run in this step
         self._most: int | None = None  # tokens that they can reach together
-        self._refused: Request | None = None  # the head that did not fit; nothing changes until somebody ends
+        self._refused: Request | None = None  # the head that did not fit; it will not until a request ends
 
     def opens(self, running: Sequence[Request]) -> bool:
         self._outlook = self._most = None
@@ -322,17 +322,17 @@ class LengthAware(Policy):
 
     def chunk_limit(self, request: Request, budget: int) -> int:
         waiting = self.peek()
-        if waiting is None or waiting.queue_order > waiting.metrics.arrival_time:  # nobody, or a long one
+        if waiting is None or waiting.queue_order > waiting.metrics.arrival_time:  # none, or a long one
             return budget
         is_long = request.num_tokens - request.num_computed_tokens > self.short
         return max(1, budget // 2) if is_long else budget
 
 
 class ByAdapter(Policy):
-    """Requests for one adapter run side by side, so that it is brought in once for many of them.
+    """Requests for the same adapter run side by side, so that it is loaded once for many of them.
 
     The first of them opens a group, which those that arrive among the next `window` requests join: they are served in
-    its place. So nobody lets more than `window` later ones pass, whatever is asked for.
+    its place. So at most `window` later requests overtake one that waits.
 
     Args: window: requests.
     """
@@ -345,7 +345,7 @@ class ByAdapter(Policy):
         self._opened: dict[int, int] = {}  # by the adapter's id: arrival of the first of its group
 
     def arrange(self, requests: Sequence[Request], cache: CacheManager) -> Sequence[Request]:
-        return requests  # nobody lets more than `window` others pass
+        return requests  # in order, so that at most `window` others overtake one
 
     def plan(self, requests: Sequence[Request], cache: CacheManager) -> None:
         for r in (r for request in requests for r in (request, *request.forks)):

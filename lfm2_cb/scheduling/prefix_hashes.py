@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from .block_pool import ROOT, BlockPool, ContentId
 
-#: bytes of a chained hash, and of what is told of it: with a million blocks in a fleet, one lookup in 4,000 is wrong
+#: bytes of a chained hash, and of its reported part: with a million blocks in a fleet, one lookup in 4,000 is wrong
 CHAIN_BYTES, TOLD_BYTES = 8, 4
 
 
@@ -36,7 +36,7 @@ class PrefixSketch:
     It may be read while another thread's engine changes the pool: what changed meanwhile is right or missing.
 
     Args:
-        max_blocks: told of; where the pool has more, those used last.
+        max_blocks: reported at most; where the pool has more, those used last.
     """
 
     def __init__(self, pool: BlockPool, max_blocks: int = 8192) -> None:

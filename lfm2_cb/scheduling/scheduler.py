@@ -16,7 +16,7 @@ from .cache_manager import CacheManager, Fork
 from .policies import Policy
 from .request import FinishReason, Request, RequestStatus
 
-#: tokens of prefill that a step with decodes takes at least, however slow steps are, so that prompts get on
+#: tokens of prefill that a step with decodes takes at least, however slow steps are, so that prompts make progress
 MIN_CHUNK = 16
 
 

@@ -163,7 +163,7 @@ def _choose(logits, stride, choices, tokens, size, TILE: tl.constexpr):
 
 
 def pack_choices(choices: Sequence[tuple[float, int, float, float, float]], device: torch.device) -> torch.Tensor:
-    """`Choice`s as `choose` takes them, in one copy that nobody waits for: fp64 `[rows, 5]`, the fields of each."""
+    """`Choice`s as `choose` takes them, in one asynchronous copy: fp64 `[rows, 5]`, the fields of each."""
     host = torch.tensor(choices, dtype=torch.float64).view(-1, 5)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 

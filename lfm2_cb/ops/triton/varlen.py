@@ -19,9 +19,9 @@ MOST_DIM, DIM_ALIGNMENT = 256, 8
 def can_attend(q: torch.Tensor, key_cache: KVBlocks) -> bool:
     """Whether `varlen_attn` takes these over a paged cache.
 
-    That is FlashAttention-3, on cards of compute capability 9, in 16 bits, once somebody has activated it:
-    `torch.nn.attention.activate_flash_attention_impl("FA3")`, which changes the whole process, so that is for users to
-    say. (FlashAttention-2, which torch has by itself, has no block tables there.)
+    That is FlashAttention-3, on cards of compute capability 9, in 16 bits, once the user has activated it:
+    `torch.nn.attention.activate_flash_attention_impl("FA3")`, which we do not call, as it changes the whole process.
+    (FlashAttention-2, which torch has by itself, has no block tables there.)
     """
     activated = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)
     return (
@@ -41,7 +41,7 @@ def paged_attention(
 ) -> torch.Tensor:
     """As `attention.paged_attention`. The longest are given as what the tables have room for, as a graph must."""
     most_keys = tables.block_tables.shape[1] * key_cache.shape[2]
-    return varlen.varlen_attn(  # type: ignore[return-value]  # nothing else is asked for
+    return varlen.varlen_attn(  # type: ignore[return-value]  # the output alone, by default
         q,
         key_cache.transpose(1, 2),  # [blocks, block_size, kv_heads, head_dim]
         value_cache.transpose(1, 2),
