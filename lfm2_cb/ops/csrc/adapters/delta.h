@@ -54,7 +54,7 @@ inline void store_block(bf16* to, const vec (&from)[2]) {
 struct Run {
     const char *end, *next;
 
-    // From what is read now to what is to be asked for.
+    // From what is read now to what is to be prefetched.
     int64_t ahead(const void* now) const { return (const char*)now + AHEAD < end ? AHEAD : next - end + AHEAD; }
 };
 
@@ -155,7 +155,7 @@ inline void finish_block(const Delta& delta, int64_t output, T* y, vec (&sums)[P
 }
 
 // A panel of `rows` rows: `count` outputs from `first` on, which is a multiple of PANEL. h [rows][h_stride]; y(row):
-// where a row's are; ahead: from B's panel to what is to be asked for.
+// where a row's are; ahead: from B's panel to what is to be prefetched.
 template <int rows, class T, class Outputs>
 inline void expand_panel(const Delta& delta, const float* h, int64_t h_stride, int64_t first, int64_t count,
                          int64_t ahead, const Outputs& y) {

@@ -2,9 +2,9 @@
 //
 // An epilogue is a functor of (row, output, sums, count): fp32 sums [count] of a row's outputs from `output` on,
 // written where they belong. The products are templates over it, so fusing another operation takes another functor.
-// Where sums come as [output][row], one that has `of_output` and `put` is told of an output's sums, and of a row's
-// results when these are rounded and turned. One with `takes_gates`, of a product that knows it, is given gates and
-// their values together.
+// Where sums come as [output][row], one that has `of_output` and `put` is called with an output's sums, and with a
+// row's results once these are rounded and transposed. One with `takes_gates`, of a product that supports it, is given
+// gates and their values together.
 #pragma once
 
 #include "core/activation.h"
@@ -20,13 +20,13 @@ inline void store_finished(T* to, int64_t count, Finish finish) {
     for (; o < count; o++) assign(to + o, finish.scalar(o));
 }
 
-// What begins at a place of values that there may not be.
+// `values + place`, or null where there are no values.
 template <class T>
 inline const T* from_place(const T* values, int64_t place) {
     return values ? values + place : nullptr;
 }
 
-// Asks for what will be written at a place, and for what is added to it.
+// Prefetches what will be written at a place, and what is added to it.
 template <class T>
 inline void prefetch_result(const T* out, const T* residual, int64_t place) {
     __builtin_prefetch(out + place, 1);

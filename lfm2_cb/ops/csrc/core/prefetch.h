@@ -21,7 +21,7 @@ inline void prefetch_line(const void* line) {
 #endif
 }
 
-// The first `bytes` at `from`, into the cache level of the hint. Asking beyond the end of memory does no harm.
+// The first `bytes` at `from`, into the cache level of the hint. Prefetching beyond the end of memory does no harm.
 template <int HINT = 3>
 inline void prefetch_lines(const char* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += LINE) prefetch_line<HINT>(from + i);
@@ -29,7 +29,7 @@ inline void prefetch_lines(const char* from, int64_t bytes) {
 
 // Runs of memory of one length, some lines a step, into the second-level cache.
 struct Prefetcher {
-    const char *next, *end;                         // of the run that is asked for now
+    const char *next, *end;                         // of the run that is prefetched now
     int64_t lines = 0, bytes = 0, stride = 0, more = 0;  // of a run; bytes from one to the next; those behind this one
 
     // [from, end), spread over so many steps
@@ -58,7 +58,7 @@ template <int RUNS>
 struct InterleavedPrefetcher {
     const char* runs[RUNS];
     int64_t lines, bytes, stride, pieces;  // lines a step; bytes of a piece
-    int64_t run = 0, begin = 0, offset = 0;  // of the piece and the line that are asked for next
+    int64_t run = 0, begin = 0, offset = 0;  // of the piece and the line that are prefetched next
 
     [[gnu::always_inline]] void step() {
         for (int64_t i = 0; i < lines && pieces > 0; i++) {

@@ -10,7 +10,7 @@ extern "C" void lfm2_cb_give_scratch_back(void* memory, int64_t bytes);
 
 namespace {
 
-// `count` values, which are gone at the end of the block that it stands in; null where there are none.
+// An array of `count` values, freed at the end of its scope; null where `count` is 0.
 template <class T>
 class ScratchArray {
   public:

@@ -30,7 +30,7 @@ inline int64_t nanoseconds() {
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-// Something that becomes true: whoever makes it so notifies those who wait for it.
+// A condition that threads wait for; the thread that makes it true notifies them.
 class Event {
   public:
     template <class IsTrue>
@@ -135,7 +135,7 @@ extern "C" void lfm2_cb_share_work(int64_t threads, void (*work)(const void*), c
         pool.workers[i].event.notify();
     }
     work(context);
-    pool.open.store(0);  // whoever comes now is late
+    pool.open.store(0);  // a thread that comes now is too late
     pool.left.wait([] { return pool.inside.load() == 0; });
     pool.busy.store(false);
 }

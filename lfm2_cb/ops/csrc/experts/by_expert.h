@@ -91,7 +91,7 @@ struct Scratch {
     T* take(int64_t count) {
         T* taken = (T*)next;
         next += round_up(count * sizeof(T), LINE);
-        if (next > end) abort();  // experts/native.py asks for too little
+        if (next > end) abort();  // the scratch that experts/native.py gives is too small
         return taken;
     }
 };

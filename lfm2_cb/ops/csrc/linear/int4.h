@@ -6,7 +6,7 @@
 //
 // A thread takes PANEL outputs of a block of rows. A tile of a few rows stays in the first-level cache while a chunk
 // of the panel's weights passes by, one or two outputs at a time, whose sums are in registers; the panel comes from
-// the second-level cache for the next tiles, and the weights that come next are asked for meanwhile.
+// the second-level cache for the next tiles, and the weights that come next are prefetched meanwhile.
 #pragma once
 
 #include "core/epilogue.h"
@@ -122,8 +122,8 @@ struct Problem {
     }
 };
 
-// Weights to ask for: `bytes` of each of a panel's outputs. The processor does not see such short runs coming, and
-// would wait for each.
+// Weights to prefetch: `bytes` of each of a panel's outputs. The processor does not prefetch such short runs itself,
+// and would wait for each.
 struct NextWeights {
     const char* weights;
     int64_t bytes;
@@ -159,7 +159,7 @@ void compute_block(const Problem& p, const Epilogue& epilogue, int64_t row, int6
             for (int64_t g = 0; g < min(p.groups - chunk * MAX_GROUPS, MAX_GROUPS); g++)
                 group_scales[o][g] = to_float(from[g]);
         }
-        // One tile asks for weights a few outputs further on; many, each for its part of the next chunk or panel.
+        // A single tile prefetches weights a few outputs ahead; of many, each its part of the next chunk or panel.
         NextWeights next = {weights + 2 * p.stride, min(CHUNK_BYTES, p.stride - chunk * CHUNK_BYTES)};
         if (tiles > 1) {
             const bool last = chunk + 1 == p.chunks;

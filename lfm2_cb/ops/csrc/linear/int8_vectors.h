@@ -17,8 +17,8 @@ constexpr int VECTORS = PANEL / W;  // of a panel
 constexpr int ROWS = 10 / VECTORS;  // of a tile: its sums are ten registers, of 16
 constexpr int64_t ROW_BLOCK = 80;   // rows whose inputs the second-level cache holds
 constexpr int64_t STRETCH = 128;    // inputs between which a prefetcher makes a step
-// Bytes asked for where memory is waited for. (Two cores of a Xeon with VNNI, linears of a 350M step, ms with 2, 3, 4,
-// 6 and 8 KB: 5 rows 11.4, 9.6, 9.7, 9.4, 9.6; 8 rows 10.5, 10.2, 10.0, 9.9, 10.0.)
+// Bytes that are prefetched ahead where memory is the limit. (Two cores of a Xeon with VNNI, linears of a 350M step,
+// ms with 2, 3, 4, 6 and 8 KB: 5 rows 11.4, 9.6, 9.7, 9.4, 9.6; 8 rows 10.5, 10.2, 10.0, 9.9, 10.0.)
 constexpr int64_t AHEAD = 4096;
 
 // A group of the row `from`: inputs [rows][padded], scales [rows][groups].
@@ -28,8 +28,8 @@ void lay_out(const Product& p, const Row* from, int64_t row, int64_t group) {
     p.input_scales[row * p.groups() + group] = p.round(from, group, ZERO, to);
 }
 
-// A tile of TILE_ROWS rows and of panels `panel`, `panel + apart`, ... Without a prefetcher it asks for its own
-// weights; of one row the processor foresees them better.
+// A tile of TILE_ROWS rows and of panels `panel`, `panel + apart`, ... Without a prefetcher it prefetches its
+// own weights, but for one row: there the processor's own prefetching is better.
 template <int TILE_ROWS, int PANELS, class Product>
 void compute_tile(const Product& p, int64_t row, int64_t panel, int64_t apart, Prefetcher* prefetcher) {
     constexpr int ALL = PANELS * VECTORS;
