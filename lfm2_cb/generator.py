@@ -209,7 +209,7 @@ class ContinuousBatchingGenerator:
                 (higher first), `use_prefix_cache` and `sparse_prefill` (1: exact), these four for the call or as a
                 list with one a prompt; `chunks` (a separator, or True for prompts that are lists of segments: text
                 or token ids; the last one is the question) and `recompute` (0.15): what was computed of a segment is
-                taken up wherever it stands, which changes tokens;
+                reused at any position, which changes tokens;
                 `on_error="return"`: a prompt that cannot be run (empty, too long, not in the vocabulary) has an
                 output with its error, and the others run.
         Returns:
@@ -308,7 +308,7 @@ class ContinuousBatchingGenerator:
     def load_adapter(self, name: str, source: Any) -> None:
         """Make a LoRA adapter known by a name; one that had the name is replaced, for calls from now on.
 
-        Nothing is kept of it in memory until a request wants it.
+        Its tensors are not in memory until a request needs them.
 
         Args: source: a folder that PEFT has saved, or a live `PeftModel` that has an adapter of this name (copied).
         Raises: AdapterError: it cannot be applied, with the key to blame. AdapterTooLarge: for `adapter_memory`.

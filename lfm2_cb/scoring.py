@@ -33,7 +33,7 @@ class ContinuationScore:
 
     Attributes:
         token_logprobs: natural logarithm of each token's probability, given all before it.
-        is_greedy: whether each token is the likeliest, so that greedy decoding would have said the same.
+        is_greedy: whether each token is the likeliest, so that greedy decoding would have produced it.
     """
 
     token_logprobs: list[float]
@@ -53,7 +53,7 @@ class Scorer:
         kernels: "auto", "native" or "torch", as of the generator.
     Raises:
         TypeError: not an LFM2. ValueError: a RoPE variant whose frequencies depend on the batch; other `kernels`.
-        NativeUnavailable: kernels="native" cannot be had.
+        NativeUnavailable: kernels="native" is not available.
     """
 
     def __init__(self, model: PreTrainedModel, max_batch_tokens: int = 4096, kernels: str = "auto") -> None:

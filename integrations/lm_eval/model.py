@@ -81,7 +81,7 @@ class Lfm2CbLM(HFLM):
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[tuple[float, bool]]:
-        """(log-probability, whether greedy decoding would say it) of each (key, context, continuation)."""
+        """(log-probability, whether greedy decoding would produce it) of each (key, context, continuation)."""
         pairs = []
         for _, context, continuation in requests:
             assert len(continuation) <= self.max_length

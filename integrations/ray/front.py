@@ -77,7 +77,7 @@ class PromptReader:
     """From a request to what the router gets with it.
 
     It reads prompts with the server's own code, so its hashes are those of the blocks that a replica will look up. A
-    request that cannot be read is nothing to route by: the replica says what is wrong with it.
+    request that cannot be read is routed without hashes; the replica reports the error.
     """
 
     def __init__(self, options: FrontOptions) -> None:
@@ -148,7 +148,7 @@ class Forward:
 
 
 class _Answer:
-    """An answer on its way to a client, which has begun once it says something that cannot be taken back."""
+    """An answer on its way to a client; it has begun once something was sent that cannot be taken back."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._receive, self._send = scope, receive, send

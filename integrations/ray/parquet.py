@@ -37,7 +37,7 @@ def generate_parquet(
     if not ray.is_initialized():
         ray.init()
     cpus = ray.cluster_resources().get("CPU", 0)
-    if num_actors * num_cpus > cpus - 1:  # Ray would wait for ever, and say nothing
+    if num_actors * num_cpus > cpus - 1:  # Ray would wait for ever, silently
         raise ValueError(
             f"{num_actors} actors of {num_cpus} CPUs leave none of the cluster's {cpus:g} for reading and writing"
         )

@@ -126,7 +126,7 @@ class Replica:
                 await running
 
     async def metrics_page(self) -> tuple[str, str]:
-        """This replica's name, and what it says on `/metrics`."""
+        """This replica's name, and its `/metrics` page."""
         return self._name, self._served.dispatcher.metrics.page().decode()
 
     # What Ray Serve asks from time to time

@@ -99,7 +99,7 @@ def build_deployment(
     if shutdown_seconds < 0:
         raise ValueError(f"shutdown_seconds must be 0 or more, got {shutdown_seconds}")
     name = name or model
-    load_tokenizer(model, trust_remote_code)  # what cannot be read is said before anything is started
+    load_tokenizer(model, trust_remote_code)  # a checkpoint that cannot be read is reported before anything is started
     _check_adapters(adapters or {}, name)
     engine = EngineConfig.for_server(**engine_options)
     if engine.trace is not None:
@@ -204,7 +204,7 @@ def serve_fleet(
     """Serve a model by several replicas until interrupted (SIGINT or SIGTERM).
 
     Args:
-        port: 0: any that is free; what is said at the start names it.
+        port: 0: any that is free; the message at the start names it.
         address: of a running Ray cluster ("auto", "ray://…"); None: one is started here, for as long as this runs.
         shutdown_seconds: that running requests have to finish once interrupted; no others are taken meanwhile.
         options: as in `build_deployment`.

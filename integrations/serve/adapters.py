@@ -22,7 +22,7 @@ UNLOAD = {"lora_name": _NAME, "lora_int_id": Field(Reading.INERT, "an integer", 
 
 
 class LoadAdapter:
-    """Makes an adapter known that lies in a folder of the server's, replacing one where `load_inplace` says so."""
+    """Loads an adapter from a folder on the server, replacing one of that name if `load_inplace` is true."""
 
     def __init__(self, served: Served) -> None:
         self.served = served

@@ -41,7 +41,7 @@ class AnswerForm:
     ) -> AnswerForm:
         """Args:
             schema: of the answer where no tool is called; None: text.
-            format_field: where that was said.
+            format_field: the field that has it.
             tools: in the form of chat completions, and well-formed.
             body: the request, for `tool_choice` and `parallel_tool_calls`.
             markers: the tokenizer has LFM2's.

@@ -1,4 +1,4 @@
-"""From the bytes of a request to a JSON object that nothing further in stumbles over."""
+"""Parses the bytes of a request into a JSON object of valid Unicode text."""
 
 from __future__ import annotations
 

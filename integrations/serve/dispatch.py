@@ -73,7 +73,7 @@ class Dispatcher:
         try:
             if sampling.penalties is None:
                 names += self._add(prompts, sampling, listener, {**options, "seed": sampling.seed})
-            else:  # their processor is told where the one prompt ends
+            else:  # their processor needs the prompt's length, so each prompt has its own
                 for number, ids in enumerate(prompts):
                     seed = None if sampling.seed is None else sampling.seed + number
                     processors = [OpenAIPenalties(len(ids), *sampling.penalties)]

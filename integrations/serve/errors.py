@@ -45,7 +45,7 @@ class RequestError(Exception):
 class GenerationFailed(RequestError):
     """A sequence ended with an error, or the server is being stopped.
 
-    Args: is_own_fault: the server's; else the request asked for what cannot be.
+    Args: is_own_fault: the server's; else the request's.
     """
 
     def __init__(self, message: str, is_own_fault: bool = True) -> None:
@@ -53,7 +53,7 @@ class GenerationFailed(RequestError):
 
 
 class DeadlinePassed(RequestError):
-    """The answer was not there when it had to be. OpenAI's clients are told not to try again."""
+    """The answer was not complete at its deadline. A header tells OpenAI's clients not to retry."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, status=504, code="deadline_exceeded", headers={"x-should-retry": "false"})

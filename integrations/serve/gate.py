@@ -43,7 +43,7 @@ class Journal:
     """ASGI middleware, the outermost: gives each request its id (the client's own, where it sends one), answers with
     it, logs the request once it is over, and answers whatever went wrong further in with a 500.
 
-    Args: on_refusal: told the status of each answer that is an error.
+    Args: on_refusal: called with the status of each answer that is an error.
     """
 
     def __init__(self, app: Any, on_refusal: Callable[[int], None]) -> None:

@@ -59,7 +59,7 @@ class ChatPrompts:
         continues = bool(body.get("continue_final_message"))
         opens = body.get("add_generation_prompt")
         if continues and opens:
-            message = "continue_final_message goes on in a message, and add_generation_prompt opens a new one"
+            message = "continue_final_message cannot be combined with add_generation_prompt, which opens a new message"
             raise RequestError(message, "continue_final_message")
         options = {
             **self._template_kwargs,

@@ -1,4 +1,4 @@
-"""From an answer's text to what it says: plain text, reasoning, and tool calls."""
+"""Parses an answer's text into plain text, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def make_parser(
 
     Args:
         tools: that the model was given.
-        in_lfm2s_form: a grammar sees to it that calls are written so, whatever the tokenizer's template says.
+        in_lfm2s_form: a grammar enforces that calls are written so, whatever the tokenizer's template has.
     """
     own = None if in_lfm2s_form else build_response_parser(tokenizer, model, prompt, tools=list(tools) or None)
     if own is not None:

@@ -1,4 +1,4 @@
-"""Running the application: the address it listens on, what it says, and how it ends."""
+"""Running the application: the address it listens on, its messages, and its shutdown."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger = transformers_logging.get_logger("transformers.lfm2_cb")
 
 
 class Server(uvicorn.Server):
-    """Uvicorn's, which says where it listens, and takes SIGTERM and SIGINT as the end of a day's work."""
+    """Uvicorn's, which prints where it listens, and for which SIGTERM and SIGINT are a regular end."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -51,7 +51,7 @@ def serve(
     """Serve a model until interrupted (SIGINT or SIGTERM).
 
     Args:
-        port: 0: any that is free; what is said at the start names it.
+        port: 0: any that is free; the message at the start names it.
         log_requests: a line a request on stderr.
         shutdown_seconds: that running requests have to finish once interrupted; no others are taken meanwhile.
         options: as in `build_app`.

@@ -1,4 +1,4 @@
-"""How a request wants its tokens chosen: its fields as options of the engine."""
+"""Sampling options: a request's fields as options of the engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .body import parse_object
 from .errors import RequestError
 from .fields import is_integer, shown
 
-#: of `generation_config`: what fields of the request, or the form of the answer, say already
+#: options that `generation_config` must not have, and the fields of a request that set them
 NOT_IN_GENERATION_CONFIG = {
     **{"num_return_sequences": "n", "max_length": "max_tokens", "seed": "seed"},
     **dict.fromkeys(("return_dict_in_generate", "output_scores", "output_logits"), "logprobs"),
@@ -41,7 +41,7 @@ class Sampling:
 
     Attributes:
         max_new_tokens: None: as many as there is room for.
-        limit_field: where that was said.
+        limit_field: the field that set it.
         min_tokens: before which no stop string is looked for.
         penalties: (presence, frequency), where either is not 0.
         has_own_config: whether the request came with a `generation_config`.

@@ -33,7 +33,7 @@ class Served:
         return self.dispatcher.manager.generator.engine.adapters.names
 
     def load_adapter(self, name: str, path: str) -> None:
-        """Raises: ValueError: it cannot be had, or its name is the model's."""
+        """Raises: ValueError: it cannot be loaded, or its name is the model's."""
         if name == self.name:
             raise ValueError(f"adapter {name!r}: it is the model's own name")
         self.dispatcher.manager.generator.load_adapter(name, path)

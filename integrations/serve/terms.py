@@ -1,4 +1,4 @@
-"""What a request says in its headers: on whose terms it is served."""
+"""The options that a request sets in its headers: its id, priority and deadline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .fields import shown
 
 #: an integer; requests of higher priority run first, among all that wait
 PRIORITY = "x-priority"
-#: seconds from now in which the whole answer has to be there
+#: seconds from now within which the whole answer must be complete
 DEADLINE = "x-deadline-seconds"
 
 
@@ -22,7 +22,7 @@ class Terms:
     """Attributes:
     request_id: as it is logged.
     priority: higher runs first.
-    deadline: when the answer has to be there, by the event loop's clock; None: whenever it is.
+    deadline: when the answer must be complete, by the event loop's clock; None: no deadline.
     """
 
     request_id: str

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class AdapterError(ValueError):
-    """An adapter that cannot be had, by its name, and the key or the file that is to blame."""
+    """An adapter that cannot be loaded or applied; the message names it, and the key or the file that is wrong."""
 
 
 #: fields that are followed
@@ -26,10 +26,10 @@ INERT = {
     *("megatron_config", "megatron_core", "qalora_group_size", "ensure_weight_tying"),
     "fan_in_fan_out",  # of layers that LFM2 has none of; PEFT ignores it for linears
 }
-#: PEFT's word for every linear layer but the head
+#: PEFT's name for every linear layer but the head
 ALL_LINEAR = "all-linear"
 HEAD = "lm_head"
-#: initialisations that leave the base's weights as they are; others (PiSSA, OLoRA, ...) are a change of them too
+#: initialisations that do not change the base's weights; others (PiSSA, OLoRA, ...) do
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
 
 

@@ -109,7 +109,7 @@ class AdapterPool:
     # Places; between two steps only
 
     def fill(self, place: int, adapter: Adapter, native: NativeKernels | None = None) -> None:
-        """Bring an adapter in memory, in an empty place. Raises: AdapterError: it cannot be had.
+        """Load an adapter into an empty place. Raises: AdapterError: it cannot be loaded.
 
         Args: native: what lays it out; None: torch.
         """

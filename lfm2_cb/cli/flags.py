@@ -131,10 +131,8 @@ def add_generation_flags(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, help="of sampling, with each row's number (default: %(default)s)")
     add("--stop", nargs="+", metavar="TEXT", help="strings that end an answer")
     add("--json-schema", metavar="FILE", help="a JSON schema that every answer fits (needs the extra structured)")
-    add("--chunks", metavar="TEXT", help="ends each segment of a prompt that is taken up wherever it was computed")
-    add(
-        "--recompute", type=float, help="share of such segments' tokens that is computed again, 0 to 1 (default: 0.15)"
-    )
+    add("--chunks", metavar="TEXT", help="separator that ends each reusable segment of a prompt")
+    add("--recompute", type=float, help="share of such segments' tokens that is recomputed, 0 to 1 (default: 0.15)")
     for name, kind in GENERATION_FLAGS.items():
         add(f"--{name.replace('_', '-')}", type=kind)
     add("--set", nargs="+", default=[], metavar="NAME=JSON", help="any other generation option")

@@ -51,23 +51,23 @@ from .writer import JobFiles, OutputError, PipeFiles
 #: raised where requested kernels are not available
 UNAVAILABLE = (NativeUnavailable, TritonUnavailable)
 INPUT_HELP = """JSONL, .parquet, .csv, .tsv, .txt (a prompt a line), a dataset's folder or id; "-": JSONL on standard
-input. Run again, a job goes on where its input is the same: files are compared before, the rows of standard input as
-they come (and more rows at its end are run too)"""
+input. Run again, a job continues if its input is the same: files are compared first, rows of standard input one by
+one (and further rows at its end are run too)"""
 OUTPUT_HELP = """.jsonl; .parquet, made at the end of the .jsonl of that name (in the input's order); "-": JSONL on
 standard output, without resuming"""
-STATUS_HELP = """exit status: 0 done; 1 stopped (a full disk, a closed pipe), the same command goes on; 2 a bad
+STATUS_HELP = """exit status: 0 done; 1 stopped (a full disk, a closed pipe), the same command continues; 2 a bad
 option, model or input; 3 done, but for rows that could not be run (see the errors file); 130 Ctrl-C, the same command
-goes on"""
+continues"""
 
 
 class Status(enum.IntEnum):
     """How a command ended."""
 
     DONE = 0
-    STOPPED = 1  # by a full disk, a closed pipe, ...; the same command goes on
-    REFUSED = 2  # a bad option, model or input, said in one line; nothing was run that is not written
+    STOPPED = 1  # by a full disk, a closed pipe, ...; the same command continues
+    REFUSED = 2  # a bad option, model or input, reported in one line; all that was run is written
     ROWS_FAILED = 3  # done, and there are rows that could not be run (all of them, perhaps): see the errors file
-    INTERRUPTED = 130  # by Ctrl-C; the same command goes on
+    INTERRUPTED = 130  # by Ctrl-C; the same command continues
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -219,7 +219,7 @@ def _check_output(args: argparse.Namespace) -> None:
 
 
 def _make_generator(args: argparse.Namespace, adapters: dict[str, str] | None = None) -> ContinuousBatchingGenerator:
-    options = engine_options(args)  # what is wrong with them is said before the model is loaded
+    options = engine_options(args)  # errors in them are reported before the model is loaded
     return ContinuousBatchingGenerator(*load_from(args), **options, adapters=adapters)
 
 

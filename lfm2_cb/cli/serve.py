@@ -68,7 +68,7 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve as the parsed flags say, until interrupted. Returns: the exit status.
+    """Serve by the parsed flags, until interrupted. Returns: the exit status.
 
     Raises: ValueError, TypeError, OSError: what is wrong with them; UsageError: the extra is missing.
     """
@@ -100,7 +100,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def _server_options(args: argparse.Namespace) -> dict[str, Any]:
-    """What a server and a fleet of them are told alike."""
+    """The options that a server and a fleet of servers share."""
     return {
         "name": args.name or args.model,
         "api_key": args.api_key or os.environ.get(API_KEY_VARIABLE),

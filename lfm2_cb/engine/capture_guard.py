@@ -67,7 +67,7 @@ class CaptureGuard:
 
 
 def _structure_of(model: nn.Module) -> list[object]:
-    """What says that a model is still made of the same modules, tensors and constants."""
+    """A model's modules, tensors and constants, equal while they are the same objects."""
     found: list[object] = []
     for module in model.modules():
         own = module.__dict__

@@ -119,7 +119,7 @@ class ChunkStore:
         return max(self.block_size, self.warm_up) < num_tokens <= self.max_tokens
 
     def plan(self, request: Request) -> None:
-        """Work out what of the request's prompt is taken up and what is computed, having computed what is missing."""
+        """Decide which parts of a request's prompt are reused, and compute the segments that are missing."""
         starts = [0, *request.segments]
         parts = [tuple(request.prompt_token_ids[a:b]) for a, b in zip(starts, request.segments, strict=False)]
         kept = [i for i, part in enumerate(parts) if self.keeps(len(part))]
@@ -239,9 +239,9 @@ class ChunkStore:
 
 
 class Reuse:
-    """What a prompt takes up, and where it has to be computed.
+    """Which parts of a prompt are reused, and which are computed.
 
-    Attributes: gaps: `(start, end)` of the tokens that are taken up, in order.
+    Attributes: gaps: `(start, end)` of the tokens that are reused, in order.
     """
 
     def __init__(self, store: ChunkStore, placed: Sequence[Placed], recompute: float) -> None:
@@ -282,7 +282,7 @@ class Reuse:
 
     @torch.inference_mode()
     def fill(self, cache: HybridCache, block_table: Sequence[int]) -> None:
-        """Write what is taken up to the blocks of a prompt: K/V, and the conv states from which it is gone on."""
+        """Write what is reused to the blocks of a prompt: K/V, and the conv states that computing continues from."""
         store, heads, size = self.store, cache.num_kv_heads, cache.plan.block_size
         table = torch.tensor(block_table, device=cache.device)
         head = torch.arange(heads, device=cache.device)
@@ -301,7 +301,7 @@ class Reuse:
                 cache.conv_states[i][cache.checkpoint_row(block_table[end // size])] = place.segment.states[i][mark]
 
     def _taken(self) -> Iterator[tuple[Placed, int, int]]:
-        """What is taken up of each segment: from and to which token of the prompt."""
+        """The reused part of each segment: from and to which token of the prompt."""
         for place in self.placed:
             for start, end in self.gaps:
                 if start < place.end and end > place.start:

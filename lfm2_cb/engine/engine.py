@@ -149,7 +149,7 @@ class Engine:
         """Queue requests (whose `params` are `SamplingParams`) with their forks, known to come together.
 
         They have passed `check_fits` (as `RequestBuilder` makes them): one that does not fit would wait for ever. And
-        `check_model` has been called for them: what that has seen is taken over before they run.
+        `check_model` has been called for them: the changes that it found are applied before they run.
         """
         now = time.perf_counter()
         wanted = {request.adapter for request in requests if request.adapter is not None}

@@ -148,7 +148,7 @@ class EngineLoop:
         return done()
 
     def drive_once(self, before_step: Callable[[], None] | None = None) -> list[StepOutput]:
-        """Run one step in this thread, once no other thread drives; what waits or reads elsewhere is told as ever.
+        """Run one step in this thread, once no other thread drives; other waiters and readers are notified as usual.
 
         Args:
             before_step: called between two steps, also where there is nothing to do. It may take its time (others
@@ -230,7 +230,7 @@ class EngineLoop:
                     return
 
     def _fail_step(self, error: BaseException) -> list[StepOutput]:
-        """End what was running with `error`; those waiting go on, unless the engine cannot be trusted any more."""
+        """End what was running with `error`; waiting ones continue, unless the engine may be inconsistent."""
         scheduler = self.engine.scheduler
         running, doubt = list(scheduler.running), None
         try:

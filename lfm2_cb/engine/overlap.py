@@ -41,7 +41,7 @@ class Transfer(Protocol):
     """How values come from a device that computes by itself."""
 
     def start(self, values: torch.Tensor) -> Readback:
-        """Copy values, int64 `[n]`, to the host once they are computed; the host goes on."""
+        """Copy values, int64 `[n]`, to the host once they are computed; the host does not wait."""
 
 
 def transfer_for(device: torch.device) -> Transfer | None:
@@ -113,7 +113,7 @@ class Overlap:
             self._ahead = self._launch(rows, logits)
 
     def take(self) -> LaunchedStep | None:
-        """The step that was launched ahead, if any of its requests goes on. Else its end has come."""
+        """The step that was launched ahead, if any of its requests continues; else None, after that step has ended."""
         step, self._ahead = self._ahead, None
         if step is not None and all(row.request.is_finished for row in step.rows):
             step.readback.wait()

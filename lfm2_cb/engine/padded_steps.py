@@ -112,7 +112,7 @@ class PaddedSteps:
                 self._max_blocks *= 4
 
     def _capture(self) -> bool:
-        """All graphs. Returns: whether they could be had; else it is said why, once for this state of the model."""
+        """Capture all graphs. Returns: whether that worked; else the reason is logged, once per state of the model."""
         try:
             for size in reversed(self.sizes):
                 batch = PaddedDecodeBatch(

@@ -50,7 +50,7 @@ def stays_on_device(processors: Sequence[Any]) -> bool:
 
 
 def to_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Values of the host as a tensor, behind what the device was told to do before; the host goes on."""
+    """Values of the host as a tensor, copied in stream order; the host does not wait."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 

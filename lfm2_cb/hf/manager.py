@@ -51,7 +51,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
         model: one of ours or a live stock LFM2, whose weights are shared; or one with PEFT's adapters, in a
             `PeftModel` or by itself: these are copied at each start, and a call without `adapter=` runs
             with the one that is active, as the model's own `generate()` does.
-        generation_config: what requests take where they do not say; resolved as `generate()` does, with the model's
+        generation_config: defaults of requests; resolved as `generate()` does, with the model's
             defaults (stock's manager leaves these out).
         continuous_batching_config: see `manager_config`.
     """
@@ -404,7 +404,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
             self._changed.notify_all()
 
     def _end(self, error: BaseException | None) -> None:
-        """Fail what is left, and say that the thread is over."""
+        """Fail the requests that are left, and mark the thread as ended."""
         status, loop = self.background_thread_status, self._generator.loop  # type: ignore[union-attr]
         with self._changed:
             left = [entry.request for entry in self._live.values()]

@@ -112,8 +112,8 @@ def check_config(config: ContinuousBatchingConfig) -> None:
 
 
 def engine_config(config: ContinuousBatchingConfig, model: PreTrainedModel) -> EngineConfig:
-    """The engine's options; its own defaults where the config does not say. A `page_size` of stock's default does not
-    in a config of stock's class.
+    """The engine's options; its own defaults where the config sets nothing. In a config of stock's class, a
+    `page_size` of stock's default counts as not set.
 
     Args:
         model: whose device and shape `max_memory_percent` and `num_blocks` are about.

@@ -1,4 +1,4 @@
-"""The manager's thread: drives the engine's loop, between pauses, until told to stop."""
+"""The manager's thread: drives the engine's loop, between pauses, until it is stopped."""
 
 from __future__ import annotations
 

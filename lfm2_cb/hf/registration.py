@@ -30,7 +30,7 @@ CONTINUOUS_BATCHING = (
 class Lfm2CbForLfm2Checkpoints(StockCheckpoints, Lfm2CbForCausalLM):
     """Our model under the stock configuration: what `enable()` puts in the place of `Lfm2ForCausalLM`.
 
-    The Auto classes want a model whose `config_class` is the registered one. Saves as a stock checkpoint.
+    The Auto classes require a model whose `config_class` is the registered one. Saves as a stock checkpoint.
     """
 
     config_class = Lfm2Config

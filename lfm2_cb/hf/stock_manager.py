@@ -9,7 +9,7 @@ from transformers.generation.continuous_batching.continuous_api import Backgroun
 
 
 class ThreadStatus(BackgroundThreadStatus):
-    """Stock's, but a pause that was given up before it began does not park the thread for ever."""
+    """Stock's, but a pause that was cancelled before it began does not block the thread for ever."""
 
     def pause_and_wait(self) -> None:
         with self._condition:

@@ -19,7 +19,7 @@ NEW_GENERATOR = "make a new ContinuousBatchingGenerator of the model"
 
 
 class ModelChanged(RuntimeError):
-    """The model is no longer one that this engine can run; says what was changed, and what to do."""
+    """The model is no longer one that this engine can run; the message says what was changed, and what to do."""
 
 
 class ModelWatch:
@@ -92,7 +92,7 @@ class ModelWatch:
 
 
 class Look:
-    """All that says whether a model is the one it was; equal to another look while it is."""
+    """A snapshot of what must not change in a model; equal to an earlier one while nothing has."""
 
     def __init__(self, *models: PreTrainedModel) -> None:
         self._facts: list[object] = []

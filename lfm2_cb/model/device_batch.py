@@ -50,7 +50,7 @@ class DeviceBatch(PagedState, RaggedBatch):
             )
             for row in self.rows
         ]
-        # As where a prompt's chunks are taken up from elsewhere: its rows of one step begin from and write one slot.
+        # As where segments of a prompt are reused: its rows of one step read and write the same slot.
         writer_of = {row: i for i, s in enumerate(sequences) for row, _ in s.writes}
         self._begins_from_written = any(writer_of.get(s.read_row, i) != i for i, s in enumerate(sequences))
         group = self.cache.num_heads // self.cache.num_kv_heads
@@ -91,6 +91,6 @@ def make_batch(
     shared: Sequence[tuple[Sequence[int], int]],
     kernels: KernelSet,
 ) -> RaggedBatch:
-    """The batch of a step, as the kernels want it."""
+    """The batch of a step, in the layout that the kernels take."""
     kind = RaggedBatch if kernels.triton is None else DeviceBatch
     return kind(rows, cache, kernel_size, shared, kernels)

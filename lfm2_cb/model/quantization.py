@@ -36,7 +36,7 @@ QUANTIZED = (QuantizedLinear, QuantizedEmbedding, QuantizedStack)
 #: where torch's own quantised layers are defined
 TORCH_QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 
-#: the end of what is said to models that others have quantised
+#: end of the message that refuses models that another library has quantised
 OTHERS_REFUSED = 'which lfm2_cb does not run: load it in full precision, and pass weights="int8" or "int4"'
 
 
@@ -62,7 +62,7 @@ def check_weights(weights: str) -> None:
 
 def check_device(weights: str | None, device: torch.device) -> None:
     """Raises: ValueError: low-bit weights that no kernel multiplies there. (torch's own, `_weight_int8pack_mm` and
-    `_weight_int4pack_mm`, take other layouts and leave inputs unrounded, so they would say something else.)"""
+    `_weight_int4pack_mm`, take other layouts and leave inputs unrounded, so their results would differ.)"""
     if weights is not None and device.type not in ("cpu", "meta"):
         raise ValueError(
             f'weights={weights!r} runs on CPUs only, and not on {device}: load in full precision ("bfloat16"); '

@@ -44,7 +44,7 @@ class StaticInputs:
         return self._host_fields[self._next]
 
     def upload(self) -> None:
-        """Copy what `host` has onto the device, behind what it was told to do before; the host goes on."""
+        """Copy what `host` has onto the device, in stream order; the host does not wait."""
         self._buffer.copy_(self._host[self._next], non_blocking=True)
         if self._copied:
             self._copied[self._next].record()

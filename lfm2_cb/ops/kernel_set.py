@@ -59,9 +59,9 @@ class KernelSet:
     def resolve(cls, kernels: str, device: torch.device, dtype: torch.dtype) -> KernelSet:
         """What a model on this device and in this dtype runs with.
 
-        Args: kernels: "auto": native on a CPU and Triton on CUDA where they can be had, with one log line where not;
+        Args: kernels: "auto": native on a CPU and Triton on CUDA where available, with one log line where not;
             "native"; "triton"; "torch".
-        Raises: ValueError: another name. NativeUnavailable, TritonUnavailable: what is asked for cannot be had.
+        Raises: ValueError: another name. NativeUnavailable, TritonUnavailable: the named kernels are not available.
         """
         return cls(resolve_kernels(kernels, device, dtype), resolve_triton(kernels, device, dtype))
 

@@ -47,7 +47,7 @@ def gated_short_conv(
             `cache[write_rows] = extended[write_index]`, int64 `[n]` and `[n, kernel - 1]`.
         taps, bias: as in `ragged_short_conv`. weight: `[hidden, 1, kernel]`, as a depthwise `nn.Conv1d` has it.
         native: what to run it with (fp32 or bf16, on CPU); None: torch.
-        whole: whether `extended` is wanted with B * x, which costs a pass over memory.
+        whole: whether `extended` is returned with B * x, which costs a pass over memory.
     Returns:
         `[tokens, hidden]`; and `extended`, all states with B * x behind them, as in `ragged_short_conv`, or the states
         alone.

@@ -142,8 +142,8 @@ class RequestBuilder:
         return first
 
     def _segments(self, index: int, ids: Sequence[int], call: CallOptions) -> tuple[int, ...]:
-        """Where a prompt's segments end but the last. What begins every prompt (`bos_token_id`) is one by itself, so
-        that a document that comes first is the same segment as elsewhere. Raises: PromptError: they cannot be told."""
+        """Where a prompt's segments end but the last. A `bos_token_id` at the beginning is one by itself, so that
+        a document that comes first is the same segment as elsewhere. Raises: PromptError: they cannot be found."""
         if call.chunks is None:
             return ()
         ends = ids.ends if isinstance(ids, SegmentedPrompt) else self._marked_ends(index, ids, call)

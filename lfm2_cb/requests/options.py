@@ -243,7 +243,7 @@ def _resolve(model: PreTrainedModel, config: GenerationConfig | None, kwargs: di
 
 @contextmanager
 def understood(config: GenerationConfig | None, kwargs: Iterable[str] = ()) -> Iterator[None]:
-    """Stock stumbles over an option of a wrong kind wherever it first uses it. Raises: ValueError, with the names."""
+    """Stock fails on an option of a wrong type where it first uses it. Raises: ValueError, with the names."""
     try:
         yield
     except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:

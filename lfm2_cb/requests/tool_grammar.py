@@ -36,9 +36,9 @@ def tool_grammar(
         tools: those that may be called, in OpenAI's form or flat; parameters are JSON schemas of objects.
         required: the answer is calls and nothing else; else it may be text or `answer`, or have calls between text.
         parallel: several calls at once may be made.
-        markers: the tokenizer has LFM2's marker tokens (else the list stands alone, and is not told from other text).
+        markers: the tokenizer has LFM2's marker tokens (else the list stands alone, without any).
         answer: a JSON schema of the answer where no tool is called; only without `required`.
-    Raises: ValueError: calls that are not required cannot be told from text without markers.
+    Raises: ValueError: optional calls cannot be distinguished from text without markers.
     """
     if not (required or markers or answer is not None):
         raise ValueError("the tokenizer has no tokens that mark tool calls, so they cannot be told from text")

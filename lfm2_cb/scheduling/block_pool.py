@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 #: what identifies a block's content with everything before it: numbers that are never used twice; of an empty prefix
-#: `ROOT`, or what says how its request computes where that is not as others do (`Request.root_content_id`)
+#: `ROOT`, or a tuple that tells apart requests that compute differently (`Request.root_content_id`)
 ContentId = int | tuple[object, ...]
 ROOT: ContentId = 0
 

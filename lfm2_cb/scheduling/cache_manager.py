@@ -1,7 +1,7 @@
 """CacheManager: which blocks and which conv state slot each request owns, and what can be shared.
 
 A block holds the K/V of `block_size` tokens and, tied to it, a checkpoint of the conv state after its last token. One
-identity, one reference count and one LRU cover both, so a prefix can be taken up at any block boundary, and prefix
+identity, one reference count and one LRU cover both, so a prefix can be reused up to any block boundary, and prefix
 reuse, preemption and forks are all "restore a checkpoint, compute the rest".
 """
 

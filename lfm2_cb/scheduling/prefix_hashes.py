@@ -46,7 +46,7 @@ class PrefixSketch:
     def read(self, salts: Mapping[ContentId, str] = MappingProxyType({ROOT: ""})) -> bytes:
         """Hashes as `unpack` takes them.
 
-        Args: salts: of `prefix_hashes`, by the content id of the empty prefix; of others nothing is told.
+        Args: salts: of `prefix_hashes`, by the content id of the empty prefix; others are not reported.
         """
         blocks = self.pool.known_blocks()[: self.max_blocks]
         by_content = {block.content_id: key for block in blocks if (key := block.key) is not None}

@@ -82,7 +82,7 @@ class Request:
     adapter_place: int = -1  # of its adapter, while it runs; below 0: it has none
     num_hashed_blocks: int = 0  # leading blocks the prefix cache knows
     last_content_id: ContentId = ROOT  # content id of the last of those
-    gaps: Sequence[tuple[int, int]] = ()  # tokens of the prompt that are taken up from elsewhere: starts and ends
+    gaps: Sequence[tuple[int, int]] = ()  # tokens of the prompt whose K/V are reused from segments: starts and ends
     reuse: Any = None  # from where; the engine's, opaque here
     restore_block: int | None = None  # block whose conv checkpoint the next step starts from
     arrival_order: int = 0

@@ -23,7 +23,7 @@ ABSENT_ADAPTER = 0.25
 
 @dataclass
 class _Engine:
-    """What is known of one: what it told, and what was sent there since the report before, as good as computed."""
+    """The state of one: the blocks that it reported, and those of requests sent there since, counted as computed."""
 
     known: set[int] = field(default_factory=set)
     sent: set[int] = field(default_factory=set)  # since the last report
@@ -46,7 +46,7 @@ class PrefixRouter:
         self._random = random.Random(seed)
 
     def keep(self, names: Iterable[str]) -> None:
-        """Know of these engines, and of no others."""
+        """Route to these engines, and to no others."""
         names = set(names)
         if names == self._engines.keys():
             return
@@ -59,13 +59,13 @@ class PrefixRouter:
         self._random.shuffle(self._ring)
 
     def report(self, name: str, hashes: Iterable[int], adapters: Iterable[str] = ()) -> None:
-        """Take in what an engine says that it holds."""
+        """Replace what is known of an engine by its report of the blocks and adapters that it holds."""
         engine, told = self._engines[name], set(hashes)
         self._learn(name, told - engine.known, engine.known - told - engine.sent, frozenset(adapters))
         engine.sent = set()
 
     def sent(self, name: str, hashes: Sequence[int]) -> None:
-        """Take note that a request went to an engine, whatever decided so."""
+        """Record that a request was sent to an engine, chosen here or not."""
         if (engine := self._engines.get(name)) is not None:
             engine.sent.update(hashes)
             for block in [block for block in hashes if block not in engine.known]:

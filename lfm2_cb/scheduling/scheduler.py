@@ -137,7 +137,7 @@ class Scheduler:
                 continue  # it has just given way to another
             num_drafts = 0
             if request.draft_token_ids:
-                spare = budget - (len(decodes) - i)  # tokens beyond one for everybody
+                spare = budget - (len(decodes) - i)  # tokens beyond one for each
                 num_drafts = self._fitting_drafts(request, spare)
             while not self.cache.append(request, 1):
                 victim = self.running[-1]
@@ -196,7 +196,7 @@ class Scheduler:
 
     def _prefill_rows(self, request: Request, budget: int) -> list[ScheduledRow]:
         """What is to be computed of a request, as far as the budget goes: a row for each run of tokens between those
-        that are taken up from elsewhere."""
+        that are reused from segments."""
         if not request.gaps:
             return [self._row(request, min(budget, _num_pending(request)))]
         rows: list[ScheduledRow] = []

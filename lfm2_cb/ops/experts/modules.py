@@ -39,7 +39,7 @@ class QuantizedExperts(nn.Module):
         self.down_proj = QuantizedStack(num_experts, hidden, width, bits)
 
     def forward(self, x: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """As `mix_experts`, by the native kernels where they can be had."""
+        """As `mix_experts`, by the native kernels where they are available."""
         return self.mix(x, selected, weights, resolve_kernels("auto", x.device, x.dtype))
 
     def mix(

@@ -19,16 +19,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonUnavailable(RuntimeError):
-    """The Triton kernels cannot be had here; says why."""
+    """The Triton kernels are not available here; the message has the reason."""
 
 
 def resolve_triton(kernels: str, device: torch.device, dtype: torch.dtype) -> TritonKernels | None:
     """The Triton kernels that a model on this device and in this dtype runs with; None: others, or the torch
     reference.
 
-    Args: kernels: "auto": on CUDA where they can be had and are right there, with one log line where not; "triton": on
+    Args: kernels: "auto": on CUDA where they run and pass a self-check, with one log line where not; "triton": on
         CUDA, or on a CPU by Triton's interpreter (`TRITON_INTERPRET=1`), which is for tests; others: None.
-    Raises: TritonUnavailable: "triton" cannot be had.
+    Raises: TritonUnavailable: "triton" is not available.
     """
     if kernels not in ("auto", "triton") or (kernels == "auto" and device.type != "cuda"):
         return None
