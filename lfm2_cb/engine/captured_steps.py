@@ -15,6 +15,7 @@ from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import RaggedBatch, Row
 from ..ops.kernel_set import KernelSet
 from ..ops.native import Arena, CapturedGraph
+from ..ops.native.instruction_sets import TILE_ISAS
 from .capture_guard import CaptureGuard
 
 logger = logging.get_logger("transformers.lfm2_cb")
@@ -22,7 +23,7 @@ logger = logging.get_logger("transformers.lfm2_cb")
 #: most sequences of a captured step without matrix units: beyond, Python is a small part of a step, and few steps have
 #: as many rows as one before
 MOST_ROWS = 64
-#: where bf16 is multiplied by matrix units, sixteen rows at a time, steps of more rows than this, however many, are
+#: where bf16 is multiplied by tiles, sixteen rows at a time, steps of more rows than this, however many, are
 #: captured with their number rounded up to a multiple of it: one graph then serves most steps. (2 cores of a Xeon with
 #: AMX, bf16, a 350M model, medians of 8, ms from Python, captured exactly and rounded up: 18 rows 44.3, 33.8 and 33.9;
 #: 61 rows 67.4, 57.8 and 57.8; 100 rows 99.6, 80.7 and 79.6; 180 rows 148.8, 129.6 and 131.8.)
@@ -67,7 +68,7 @@ class CapturedSteps:
         self._graphs: dict[GraphKey, tuple[DecodeBatch, CapturedGraph]] = {}
         self._tables = BlockTables(cache.plan.num_slots, 0)
         self._guard = CaptureGuard(model)
-        has_tiles = kernels.native is not None and kernels.native.isa == "amx" and model.dtype == torch.bfloat16
+        has_tiles = kernels.native is not None and kernels.native.isa in TILE_ISAS and model.dtype == torch.bfloat16
         self.rows_together = ROWS_TOGETHER if has_tiles else 1
         self._refused: set[bool] = set()  # steps that no capture could hold: without shared prefixes, and those with
 

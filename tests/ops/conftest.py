@@ -1,5 +1,6 @@
 """What the tests of native kernels share."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from lfm2_cb.ops.native.instruction_sets import ARM, ISAS
 
 sys.path.insert(0, str(Path(__file__).parent / "arm"))
 sys.path.insert(0, str(Path(__file__).parent))
+from emulated_units import build_zen4
 from emulator import CAN_RUN, ArmKernels, emulated
 
 
@@ -20,6 +22,15 @@ def arm_process(tmp_path_factory):
         pytest.skip("needs g++-aarch64-linux-gnu and qemu-user-static")
     with emulated(tmp_path_factory.mktemp("arm"), "-O3") as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def zen4_emulation(tmp_path_factory):
+    """What a processor that multiplies pairs of bf16 at full rate adds, compiled for any other."""
+    compiler = shutil.which(torch.utils.cpp_extension.get_cxx_compiler())
+    if compiler is None or "zen4" not in ISAS:
+        pytest.skip("no C++ compiler, or not x86")
+    return build_zen4(tmp_path_factory.mktemp("zen4"), compiler)
 
 
 @pytest.fixture(params=[*ISAS, *(pytest.param(f"arm-{isa}", marks=pytest.mark.slow) for isa in ARM)])

@@ -1,9 +1,13 @@
-"""Kernels for matrix units (AMX), emulated: so they are tested on any processor, as the tables choose them."""
+"""Kernels by tiles, which the matrix units of AMX multiply or the vectors of Zen 4, emulated: so they are tested
+on any processor, as the tables choose them."""
+
+import ctypes
 
 from emulator import ArmKernels
 
-from lfm2_cb.ops.native import NativeKernels
-from lfm2_cb.ops.native.instruction_sets import EMULATORS
+from lfm2_cb.ops.native import NativeKernels, build
+from lfm2_cb.ops.native import library as native
+from lfm2_cb.ops.native.instruction_sets import ADDITIONS, EMULATORS, ONCE
 
 
 class AsAmx(NativeKernels):
@@ -15,6 +19,36 @@ class AsAmx(NativeKernels):
 
     def _find(self, name):
         return getattr(self._library, f"{name}_{self._by}")
+
+
+class AsZen4(NativeKernels):
+    """A processor that multiplies pairs of bf16 at full rate, by an emulation of what it adds."""
+
+    def __init__(self, emulation):
+        super().__init__(native.load()._library, "plain")
+        self.isa, self._emulation = "zen4", emulation
+
+    def _find(self, name):
+        try:
+            return getattr(self._emulation, f"{name}_emulated")
+        except AttributeError:
+            return getattr(self._library, f"{name}_plain")
+
+    def without(self, isa):
+        return native.load().using("plain")
+
+
+def build_zen4(folder, compiler):
+    """The emulation, of all that is compiled for it."""
+    flags = ["-O2", "-std=c++17", "-fPIC", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-shared"]
+    defines = ["-DEMULATED", "-DZEN4", "-DISA=emulated", "-I", str(build.SOURCES)]
+    objects = []
+    for name in (*ADDITIONS["zen4"][1], *ONCE):
+        source = next(build.SOURCES.rglob(name))
+        objects.append(str(folder / f"{name}.o"))
+        build._run([compiler, *flags[:-1], *defines, "-c", str(source), "-o", objects[-1]])
+    build._run([compiler, *flags, *objects, "-o", str(folder / "zen4")])
+    return ctypes.CDLL(str(folder / "zen4"))
 
 
 def with_emulation(kernels):

@@ -1,7 +1,7 @@
 """Causal attention over the paged cache by the native kernels (`csrc/attention`), which read blocks in place.
 
 `paged_attention.cpp` computes in fp32, for any shape. Queries in bf16, over a cache in bf16 or 8 bits, have two more
-kernels on processors that multiply bf16: `decode_attention.cpp` for single queries, and with matrix units
+kernels on processors that multiply bf16: `decode_attention.cpp` for single queries, and by tiles
 `prefill_attention.cpp` for chunks of two and more. What a row gets depends on its sequence alone, and not on how its
 prompt is cut into chunks (but where a chunk goes through SDPA, see below); but as the kernels round differently, a
 chunk of one query gives, in its last bits, not what a longer chunk gives for the same row.
@@ -16,19 +16,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..native import NativeKernels, empty
+from ..native.instruction_sets import PAIR_ISAS, TILE_ISAS
 from .kv_blocks import Int8Blocks, KVBlocks, gather
 from .reference import causal_attention
 from .sparse import SparsePrefill, block_mass, choose_blocks, is_worthwhile, last_block, num_blocks
 
-#: without matrix units, a sequence with more queries and more keys than these is gathered and goes through SDPA.
+#: without tiles, a sequence with more queries and more keys than these is gathered and goes through SDPA.
 #: Measured with AVX2: with up to 1,024 keys the kernel is 1.0 to 2 × as fast, with 1,536 0.8 to 1.25 ×, with 2,048 and
 #: more 0.7 to 0.9 ×. The kernel's result for a row does not depend on how a prompt is cut into chunks, SDPA's does, in
 #: its last bits.
 SDPA_QUERIES, SDPA_KEYS = 64, 1024
 #: with more keys than these nothing is gathered, so that memory does not grow with the prompt
 MOST_SDPA_KEYS = 16384
-#: instruction sets for which `decode_attention.cpp` is compiled, `prefill_attention.cpp`, and the shapes they take
-PAIR_ISAS, TILE_ISAS = frozenset(("avx512bf16", "amx", "bf16")), frozenset(("amx",))
+#: shapes that `decode_attention.cpp`, which is compiled for `PAIR_ISAS`, and `prefill_attention.cpp`, for `TILE_ISAS`,
+#: take
 HEAD_DIMS, MOST_HEADS, KEY_ALIGNMENT = (64, 128), 8, 16
 
 

@@ -23,11 +23,12 @@ _F32, _BF16 = torch.float32, torch.bfloat16
 TABLE: dict[tuple[str, torch.dtype, str], tuple[str, tuple[int, ...]]] = {
     (DENSE, _F32, ANY_ISA): ("experts_f32", (16,)),
     (DENSE, _BF16, ANY_ISA): ("experts_bf16", (24,)),
-    (DENSE, _BF16, "amx"): ("amx_experts_bf16", (6, 160)),
+    (DENSE, _BF16, "zen4"): ("tile_experts_bf16", (12, 160)),
+    (DENSE, _BF16, "amx"): ("tile_experts_bf16", (6, 160)),
     (INT8, _F32, ANY_ISA): ("experts_int8", ()),
     (INT8, _BF16, ANY_ISA): ("experts_int8", ()),
-    (INT8, _F32, "amx"): ("amx_experts_int8", (4,)),
-    (INT8, _BF16, "amx"): ("amx_experts_int8", (4,)),
+    (INT8, _F32, "amx"): ("tile_experts_int8", (4,)),
+    (INT8, _BF16, "amx"): ("tile_experts_int8", (4,)),
     (INT4, _F32, ANY_ISA): ("experts_int4", ()),
     (INT4, _BF16, ANY_ISA): ("experts_int4", ()),
 }

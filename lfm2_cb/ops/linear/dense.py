@@ -70,37 +70,38 @@ def many_rows_linear(
     return out
 
 
-def matrix_linear(
+def tile_linear(
     native: NativeKernels,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`F.linear` in bf16 by the processor's matrix units (AMX): sums in fp32, rounded once.
+    """`F.linear` in bf16 by tiles, which the processor's matrix units multiply (AMX) or its vectors (Zen 4): sums in
+    fp32, rounded once.
 
     Which of the next two computes it makes no difference to the result.
     """
-    product = in_place_matrix_linear if _is_in_place(x) else packed_matrix_linear
+    product = in_place_tile_linear if _is_in_place(x) else packed_tile_linear
     return product(native, x, weight, bias, residual)
 
 
-def in_place_matrix_linear(
+def in_place_tile_linear(
     native: NativeKernels,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`matrix_linear` with the weights multiplied as they lie.
+    """`tile_linear` with the weights multiplied as they lie.
 
     Args: as `few_rows_linear`, bf16. A kernel of that name is there for every instruction set, but emulates the units
         where there are none, so that it can be tested.
     """
-    return _by_matrix_units("amx_in_place_linear_bf16", native, x, weight, bias, residual)
+    return _by_matrix_units("tile_in_place_linear_bf16", native, x, weight, bias, residual)
 
 
-def packed_matrix_linear(
+def packed_tile_linear(
     native: NativeKernels,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -108,34 +109,34 @@ def packed_matrix_linear(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same with blocks of the weights laid out for the units on their way."""
-    return _by_matrix_units("amx_packed_linear_bf16", native, x, weight, bias, residual)
+    return _by_matrix_units("tile_packed_linear_bf16", native, x, weight, bias, residual)
 
 
-def matrix_swiglu(
+def tile_swiglu(
     native: NativeKernels,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`swiglu(matrix_linear(x, weight))`, rounded once: gates and values are not stored, which of 2,048 tokens of a
+    """`swiglu(tile_linear(x, weight))`, rounded once: gates and values are not stored, which of 2,048 tokens of a
     350M model are 38 MB a layer.
 
-    Args: as `matrix_linear`; the first half of the weight's rows makes gates. bias: none.
+    Args: as `tile_linear`; the first half of the weight's rows makes gates. bias: none.
     Returns: `[rows, out / 2]`; as there, it makes no difference which of the next two computes it.
     """
-    product = in_place_matrix_swiglu if _is_in_place(x) else packed_matrix_swiglu
+    product = in_place_tile_swiglu if _is_in_place(x) else packed_tile_swiglu
     return product(native, x, weight)
 
 
-def in_place_matrix_swiglu(native: NativeKernels, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`matrix_swiglu` as `in_place_matrix_linear` multiplies."""
-    return _swiglu_by_matrix_units("amx_in_place_swiglu_bf16", native, x, weight)
+def in_place_tile_swiglu(native: NativeKernels, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`tile_swiglu` as `in_place_tile_linear` multiplies."""
+    return _swiglu_by_matrix_units("tile_in_place_swiglu_bf16", native, x, weight)
 
 
-def packed_matrix_swiglu(native: NativeKernels, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`matrix_swiglu` as `packed_matrix_linear` multiplies."""
-    return _swiglu_by_matrix_units("amx_packed_swiglu_bf16", native, x, weight)
+def packed_tile_swiglu(native: NativeKernels, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`tile_swiglu` as `packed_tile_linear` multiplies."""
+    return _swiglu_by_matrix_units("tile_packed_swiglu_bf16", native, x, weight)
 
 
 def _swiglu_by_matrix_units(name: str, native: NativeKernels, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

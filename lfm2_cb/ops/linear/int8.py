@@ -107,38 +107,38 @@ def native_linear_int8(
     return _call("linear_int8", native, x, weights, bias, residual)
 
 
-def matrix_linear_int8(
+def tile_linear_int8(
     native: NativeKernels,
     x: torch.Tensor,
     weights: Int8Weights,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The same, to the bit, by the processor's matrix units (csrc/linear/amx_int8.h); without them, emulated."""
-    return _call("amx_linear_int8", native, x, weights, bias, residual)
+    """The same, to the bit, by the processor's matrix units (csrc/linear/tile_int8.h); without them, emulated."""
+    return _call("tile_linear_int8", native, x, weights, bias, residual)
 
 
-def matrix_swiglu_int8(
+def tile_swiglu_int8(
     native: NativeKernels, x: torch.Tensor, weights: Int8Weights, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`swiglu(matrix_linear_int8(x, weights))`, to the bit: gates and values are not stored.
+    """`swiglu(tile_linear_int8(x, weights))`, to the bit: gates and values are not stored.
 
     Args: as there; the first half of the outputs, a multiple of `PANEL`, are gates. bias: none.
     Returns: `[..., out / 2]`.
     """
     x, out = x.contiguous(), empty((*x.shape[:-1], len(weights.scale) // 2), x.dtype)
-    native.call("amx_swiglu_int8", x, *_weights_for(x, weights), *_scratch_for(x, weights), out, *_sizes(x, weights))
+    native.call("tile_swiglu_int8", x, *_weights_for(x, weights), *_scratch_for(x, weights), out, *_sizes(x, weights))
     return out
 
 
-def matrix_mlp_int8(
+def tile_mlp_int8(
     native: NativeKernels,
     x: torch.Tensor,
     weights13: Int8Weights,
     weights2: Int8Weights,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`matrix_linear_int8(matrix_swiglu_int8(x, weights13), weights2, None, residual)`, to the bit: gated results are
+    """`tile_linear_int8(tile_swiglu_int8(x, weights13), weights2, None, residual)`, to the bit: gated results are
     rounded where they are made, and not stored otherwise.
 
     Args: as there. Returns: `[..., out]` of weights2.
@@ -151,7 +151,7 @@ def matrix_mlp_int8(
     scale2 = weights2.scale.to(x.dtype)
     sizes = rows, width, gated, outputs
     matrices = values13, scale13, weights2.values, scale2
-    native.call("amx_mlp_int8", x, is_bf16, *matrices, residual, *scratch, out, *sizes)
+    native.call("tile_mlp_int8", x, is_bf16, *matrices, residual, *scratch, out, *sizes)
     return out
 
 

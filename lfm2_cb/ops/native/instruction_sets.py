@@ -16,6 +16,7 @@ X86: Mapping[str, tuple[str, ...]] = {
     "avx512": AVX512,
     "vnni": (*AVX512, "-mavx512vnni"),  # the same
     "avx512bf16": AVX512_BF16,  # products of pairs of bf16: csrc/arch/x86/lanes.h
+    "zen4": (*AVX512_BF16, "-DZEN4"),  # as many of them a second as AMD's processors make: csrc/arch/vector_tiles.h
     "amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),  # matrix units: csrc/arch/x86/tiles.h
 }
 #: the same for aarch64, where plain has NEON
@@ -35,9 +36,13 @@ def isas_of(machine: str) -> Mapping[str, tuple[str, ...]]:
 
 
 ISAS = isas_of(platform.machine())
+#: those that multiply pairs of bf16, and those that do it by tiles (csrc/arch/tiles.h)
+PAIR_ISAS, TILE_ISAS = frozenset(("avx512bf16", "zen4", "amx", "bf16")), frozenset(("zen4", "amx"))
 #: sources that are of use for one instruction set alone; and those that have them too, by an emulation, so that they
 #: can be tested: without and with fused multiply-add
-EMULATED: Mapping[str, tuple[str, ...]] = {"amx": ("amx.cpp", "amx_int8.cpp", "amx_experts.cpp")}
+EMULATED: Mapping[str, tuple[str, ...]] = {
+    "amx": ("tile_bf16.cpp", "tile_int8.cpp", "tile_experts.cpp", "tile_int8_experts.cpp")
+}
 EMULATORS = ("plain", "avx2")
 #: sources that have nothing to do with instruction sets
 ONCE = ("threads.cpp", "scratch.cpp")
@@ -48,6 +53,10 @@ ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "avxvnni": ("avx2", ("int8.cpp", "int8_experts.cpp")),
     "vnni": ("avx512", ("int8.cpp", "int8_experts.cpp")),
     "avx512bf16": ("vnni", ("decode_attention.cpp", "pointwise.cpp")),
+    "zen4": (
+        "avx512bf16",
+        ("dense.cpp", "tile_bf16.cpp", "tile_experts.cpp", "prefill_attention.cpp", "block_mass.cpp"),
+    ),
     "amx": ("avx512bf16", (*EMULATED["amx"], "prefill_attention.cpp", "block_mass.cpp")),
     "dotprod": ("plain", ("int8.cpp", "int8_experts.cpp")),
     "i8mm": ("dotprod", ("int8.cpp", "int8_experts.cpp")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .instruction_sets import TILE_ISAS
 from .kernels import NativeKernels
 
 
@@ -14,10 +15,48 @@ def addition_is_right(kernels: NativeKernels) -> bool:
     """
     if not (attention_is_right(kernels) and block_mass_is_right(kernels)):
         return False
-    generator = torch.Generator().manual_seed(0)
-    rows, inner, outputs = 37, 2100, 53  # more inputs than the packed product takes at once
-    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((rows, inner), (outputs, inner), outputs))
-    x, weight, bias = (tensor.to(torch.bfloat16) for tensor in (x, weight, bias))
+    if kernels.isa in TILE_ISAS and not (bf16_products_are_right(kernels) and bf16_experts_are_right(kernels)):
+        return False
+    adds_products_of_bytes = kernels.isa not in ("avx512bf16", "zen4")
+    return not adds_products_of_bytes or (int8_products_are_right(kernels) and int8_experts_are_right(kernels))
+
+
+class Product:
+    """Inputs, weights and a bias in bf16, of odd sizes: more inputs than the packed product takes at once."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.rows, self.inner, self.outputs = 37, 2100, 53
+        shapes = (self.rows, self.inner), (self.outputs, self.inner), self.outputs
+        self.x, self.weight, self.bias = (torch.randn(shape, generator=generator).bfloat16() for shape in shapes)
+
+
+def bf16_products_are_right(kernels: NativeKernels) -> bool:
+    """Whether products for few rows and by tiles, of a bias and of gates with their values, come out to rounding."""
+    case = Product()
+    rows, inner, outputs, width = case.rows, case.inner, case.outputs, case.outputs // 2
+    x, weight = case.x.double(), case.weight.double()
+    exact = x @ weight.T + case.bias.double()
+    in_fp32 = 2**-20 * (x.abs() @ weight.abs().T)
+    for name in ("few_rows_linear_bf16", "tile_in_place_linear_bf16", "tile_packed_linear_bf16"):
+        out = case.x.new_full((rows, outputs), torch.nan)
+        kernels.call(name, case.x, case.weight, case.bias, None, out, rows, inner, outputs)
+        if not ((out - exact).abs() <= 2**-8 * exact.abs() + in_fp32).all():
+            return False
+    gate, up = (x @ weight[: 2 * width].T).split(width, 1)
+    exact = torch.nn.functional.silu(gate) * up
+    for name in ("tile_in_place_swiglu_bf16", "tile_packed_swiglu_bf16"):
+        out = case.x.new_full((rows, width), torch.nan)
+        kernels.call(name, case.x, case.weight, out, rows, inner, width)
+        if not ((out - exact).abs() <= 2**-8 * (exact.abs() + gate.abs() + up.abs())).all():
+            return False
+    return True
+
+
+def int8_products_are_right(kernels: NativeKernels) -> bool:
+    """Whether products of 8-bit weights are those without the instruction set, and by tiles as well, to the bit."""
+    case, generator = Product(), torch.Generator().manual_seed(0)
+    x, rows, inner, outputs = case.x, case.rows, case.inner, case.outputs
     panels, padded, groups = -(-outputs // 16), -(-inner // 64) * 64, -(-inner // 512)  # as in linear/int8.py
     values = torch.randint(-32, 33, (panels, padded // 4, 16, 4), generator=generator, dtype=torch.int8)
     sums = torch.stack([group.sum((1, 3)) for group in values.split(128, 1)], dim=1).to(torch.int16)
@@ -26,39 +65,20 @@ def addition_is_right(kernels: NativeKernels) -> bool:
     def linear_int8(kernels: NativeKernels, name: str = "linear_int8") -> torch.Tensor:
         out = x.new_full((rows, outputs), torch.nan)
         scratch = torch.empty(64 * padded, dtype=torch.uint8), torch.empty(64 * groups, dtype=torch.float32)
-        kernels.call(name, x, 1, values, sums, scale, bias, None, *scratch, out, rows, inner, outputs)
+        kernels.call(name, x, 1, values, sums, scale, case.bias, None, *scratch, out, rows, inner, outputs)
         return out
 
-    if kernels.isa == "avx512bf16":
-        return True
-    if not experts_are_right(kernels):
-        return False
     if kernels.isa != "amx":
         return torch.equal(linear_int8(kernels), linear_int8(kernels.without(kernels.isa)))
-    exact = x.double() @ weight.double().T + bias.double()
-    in_fp32 = 2**-20 * (x.double().abs() @ weight.double().abs().T)
-    for name in ("amx_in_place_linear_bf16", "amx_packed_linear_bf16"):
-        out = x.new_full((rows, outputs), torch.nan)
-        kernels.call(name, x, weight, bias, None, out, rows, inner, outputs)
-        if not ((out - exact).abs() <= 2**-8 * exact.abs() + in_fp32).all():
-            return False
-    width = outputs // 2
-    gate, up = (x.double() @ weight[: 2 * width].double().T).split(width, 1)
-    exact = torch.nn.functional.silu(gate) * up
-    for name in ("amx_in_place_swiglu_bf16", "amx_packed_swiglu_bf16"):
-        out = x.new_full((rows, width), torch.nan)
-        kernels.call(name, x, weight, out, rows, inner, width)
-        if not ((out - exact).abs() <= 2**-8 * (exact.abs() + gate.abs() + up.abs())).all():
-            return False
-    if not torch.equal(linear_int8(kernels, "amx_linear_int8"), linear_int8(kernels)):
+    if not torch.equal(linear_int8(kernels, "tile_linear_int8"), linear_int8(kernels)):
         return False
     width = 8 * panels
     scale = torch.rand(2 * width, generator=generator).to(x.dtype)
     apart, expected, out = (x.new_full((rows, size), torch.nan) for size in (2 * width, width, width))
     scratch = torch.empty(64 * padded, dtype=torch.uint8), torch.empty(64 * groups, dtype=torch.float32)
-    kernels.call("amx_linear_int8", x, 1, values, sums, scale, None, None, *scratch, apart, rows, inner, 2 * width)
+    kernels.call("tile_linear_int8", x, 1, values, sums, scale, None, None, *scratch, apart, rows, inner, 2 * width)
     kernels.call("swiglu", apart, expected, rows, width, 1)
-    kernels.call("amx_swiglu_int8", x, 1, values, sums, scale, *scratch, out, rows, inner, 2 * width)
+    kernels.call("tile_swiglu_int8", x, 1, values, sums, scale, *scratch, out, rows, inner, 2 * width)
     return torch.equal(out, expected) and int8_mlp_is_right(kernels)
 
 
@@ -76,13 +96,13 @@ def int8_mlp_is_right(kernels: NativeKernels) -> bool:
     scales, middle = torch.empty(2 * 96), x.new_empty(rows, gated)
     expected, out = x.new_full((2, rows, outputs), torch.nan)
     sizes13, sizes2 = (rows, hidden, 2 * gated), (rows, gated, outputs)
-    kernels.call("amx_swiglu_int8", x, 1, values13, None, scale13, inputs, scales, middle, *sizes13)
+    kernels.call("tile_swiglu_int8", x, 1, values13, None, scale13, inputs, scales, middle, *sizes13)
     kernels.call(
-        "amx_linear_int8", middle, 1, values2, None, scale2, None, None, gated_inputs, scales, expected, *sizes2
+        "tile_linear_int8", middle, 1, values2, None, scale2, None, None, gated_inputs, scales, expected, *sizes2
     )
     scratch = inputs, torch.empty(96), gated_inputs, scales
     kernels.call(
-        "amx_mlp_int8", x, 1, values13, scale13, values2, scale2, None, *scratch, out, rows, hidden, gated, outputs
+        "tile_mlp_int8", x, 1, values13, scale13, values2, scale2, None, *scratch, out, rows, hidden, gated, outputs
     )
     return torch.equal(out, expected)
 
@@ -161,43 +181,53 @@ def block_mass_is_right(kernels: NativeKernels) -> bool:
     return True
 
 
-def experts_are_right(kernels: NativeKernels) -> bool:
-    """Whether a small layer, of experts with few rows, some and many, comes out as without what the instruction set
-    adds: in 8 bits to the bit and, where that is matrix units, in bf16 to rounding."""
-    generator = torch.Generator().manual_seed(0)
-    rows, experts, hidden, width = 80, 4, 600, 70  # more inputs than a group has
-    is_amx, others = kernels.isa == "amx", kernels.without(kernels.isa)
-    x = torch.randn(rows, hidden, generator=generator).bfloat16()
-    selected = torch.tensor([[0] * 3 + [1] * 25 + [2] * 52, [3] * rows]).t().contiguous()
-    weights = torch.rand(rows, 2, generator=generator).bfloat16()
-    scratch = torch.empty(4 << 20, dtype=torch.uint8)  # enough
-    sizes = scratch, len(scratch), rows, 2, experts, hidden, width
+class Experts:
+    """A small layer, of experts with few rows, some and many, and more inputs than a group has."""
 
-    in_8_bits: list[torch.Tensor] = []
-    in_bf16 = []
-    for outputs, inner in ((2 * width, hidden), (hidden, width)):  # layouts as ops/linear/int8.py has them
-        in_bf16.append((torch.randn(experts, outputs, inner, generator=generator) / inner**0.5).bfloat16())
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        self.rows, self.experts, self.hidden, self.width = 80, 4, 600, 70
+        self.x = torch.randn(self.rows, self.hidden, generator=self.generator).bfloat16()
+        self.selected = torch.tensor([[0] * 3 + [1] * 25 + [2] * 52, [3] * self.rows]).t().contiguous()
+        self.weights = torch.rand(self.rows, 2, generator=self.generator).bfloat16()
+        self.shapes = (2 * self.width, self.hidden), (self.hidden, self.width)
+
+    def mix(self, kernels: NativeKernels, name: str, matrices: list[torch.Tensor], *few: int) -> torch.Tensor:
+        """By a kernel, one of 8 bits where each matrix is three tensors."""
+        is_bf16 = (1,) * (len(matrices) == 6)
+        out, scratch = torch.full_like(self.x, torch.nan), torch.empty(4 << 20, dtype=torch.uint8)  # enough
+        sizes = len(scratch), self.rows, 2, self.experts, self.hidden, self.width
+        kernels.call(name, self.x, *is_bf16, self.selected, self.weights, *matrices, out, scratch, *sizes, *few)
+        return out
+
+
+def bf16_experts_are_right(kernels: NativeKernels) -> bool:
+    """Whether a small layer in bf16 comes out by tiles to rounding as it does without the instruction set."""
+    case = Experts()
+    matrices = [
+        (torch.randn(case.experts, *shape, generator=case.generator) / shape[1] ** 0.5).bfloat16()
+        for shape in case.shapes
+    ]
+    expected = case.mix(kernels.without(kernels.isa), "experts_bf16", matrices, case.rows)
+    out = case.mix(kernels, "tile_experts_bf16", matrices, 6, 40)
+    return bool(((out - expected).abs() <= 0.02 * expected.abs().amax()).all())
+
+
+def int8_experts_are_right(kernels: NativeKernels) -> bool:
+    """Whether a small layer in 8 bits, by tiles where there are such, comes out as without the instruction set, to
+    the bit."""
+    case = Experts()
+    matrices: list[torch.Tensor] = []
+    for outputs, inner in case.shapes:  # layouts as ops/linear/int8.py has them
         panels, padded = -(-outputs // 16), -(-inner // 64) * 64
-        shape = experts, panels, padded // 4, 16, 4
-        values = torch.randint(-32, 33, shape, generator=generator, dtype=torch.int8)
-        in_8_bits += [
+        shape = case.experts, panels, padded // 4, 16, 4
+        values = torch.randint(-32, 33, shape, generator=case.generator, dtype=torch.int8)
+        matrices += [
             values,
             torch.stack([group.sum((2, 4)) for group in values.split(128, 2)], dim=2).to(torch.int16),
-            torch.rand(experts, outputs, generator=generator).div_(1000).bfloat16(),
+            torch.rand(case.experts, outputs, generator=case.generator).div_(1000).bfloat16(),
         ]
-
-    def int8(kernels: NativeKernels, name: str, *few: int) -> torch.Tensor:
-        out = torch.full_like(x, torch.nan)
-        kernels.call(name, x, 1, selected, weights, *in_8_bits, out, *sizes, *few)
-        return out
-
-    def bf16(kernels: NativeKernels, name: str, *thresholds: int) -> torch.Tensor:
-        out = torch.full_like(x, torch.nan)
-        kernels.call(name, x, selected, weights, *in_bf16, out, *sizes, *thresholds)
-        return out
-
-    if not is_amx:
-        return torch.equal(int8(kernels, "experts_int8"), int8(others, "experts_int8"))
-    expected = bf16(others, "experts_bf16", rows)
-    close = ((bf16(kernels, "amx_experts_bf16", 6, 40) - expected).abs() <= 0.02 * expected.abs().amax()).all()
-    return bool(close) and torch.equal(int8(kernels, "amx_experts_int8", 6), int8(others, "experts_int8"))
+    expected = case.mix(kernels.without(kernels.isa), "experts_int8", matrices)
+    if kernels.isa == "amx":
+        return torch.equal(case.mix(kernels, "tile_experts_int8", matrices, 6), expected)
+    return torch.equal(case.mix(kernels, "experts_int8", matrices), expected)

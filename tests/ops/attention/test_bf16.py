@@ -58,18 +58,20 @@ def emulation(tmp_path_factory):
 
 @pytest.fixture(params=[*sorted(PAIR_ISAS), "emulated"])
 def kernels(request):
-    if request.param == "emulated":
-        return Heard("amx", request.getfixturevalue("emulation"))
-    if request.param not in native.load().supported:
-        pytest.skip(f"this processor has no {request.param}")
-    return Heard(request.param)
+    return by_instruction_set(request)
 
 
-@pytest.fixture(params=[*sorted(TILE_ISAS), "emulated"])
+@pytest.fixture(params=[*sorted(TILE_ISAS), "emulated", "emulated zen4"])
 def tiles(request):
-    """Kernels with matrix units."""
+    """Kernels by tiles."""
+    return by_instruction_set(request)
+
+
+def by_instruction_set(request):
     if request.param == "emulated":
         return Heard("amx", request.getfixturevalue("emulation"))
+    if request.param == "emulated zen4":
+        return Heard("zen4", [request.getfixturevalue("zen4_emulation"), *request.getfixturevalue("emulation")])
     if request.param not in native.load().supported:
         pytest.skip(f"this processor has no {request.param}")
     return Heard(request.param)

@@ -5,6 +5,8 @@ namespace {
 
 class Tiles {
   public:
+    static constexpr bool BY_VECTORS = false;
+
     Tiles() { memset(tiles, 0xff, sizeof tiles); }  // NaN, lest it be forgotten to zero one
 
     template <int t>
@@ -39,6 +41,18 @@ class Tiles {
             for (int n = 0; n < TILE_ROWS; n++) sums[n] = normal(normal(sums[n]) + normal(even[n] + odd[n]));
             memcpy(tiles[c] + m * LINE, sums, LINE);
         }
+    }
+    template <class Between>
+    void multiply_square_by_rows(Between between) {
+        between();
+        multiply_bf16<0, 4, 6>();
+        multiply_bf16<1, 4, 7>();
+        multiply_bf16<2, 5, 6>();
+        multiply_bf16<3, 5, 7>();
+    }
+    template <class Between>
+    void multiply_square_by_columns(Between between) {
+        multiply_square_by_rows(between);
     }
     template <int c, int a, int b>
     void multiply_bytes() {

@@ -1,9 +1,9 @@
-// The share of its attention that each block of queries gives to each block of keys, by the matrix units.
+// The share of its attention that each block of queries gives to each block of keys, by tiles (csrc/arch/tiles.h).
 //
 // Every sixteenth query attends for its block: its softmax over all keys it sees, summed over each block of them. So
 // the work is a sixteenth of the attention's scores, and no values are read. Every other one of these counts for a
 // second estimate, so that what one of them chooses can be measured by the other.
-#if defined(__AMX_BF16__) || defined(EMULATED)
+#if defined(__AMX_BF16__) || defined(ZEN4) || defined(EMULATED)
 #include "attention/packed_keys.h"
 #include "core/scratch.h"
 
@@ -55,9 +55,9 @@ struct BlockMass {
         for (int g = 0; g < GROUPS; g++) {
             tiles.template zero<0>();
             for (int step = 0; step < DIM / 32; step++) {
-                tiles.template load<1>(z.q[t][step], LINE);
-                tiles.template load<2>(z.keys[g][step], LINE);
-                tiles.template multiply_bf16<0, 1, 2>();
+                tiles.template load<4>(z.q[t][step], LINE);
+                tiles.template load<5>(z.keys[g][step], LINE);
+                tiles.template multiply_bf16<0, 4, 5>();
             }
             tiles.template store<0>(z.scores[g], LINE);
         }

@@ -1,4 +1,4 @@
-// Attention of many queries over a paged cache by the processor's matrix units.
+// Attention of many queries over a paged cache, in bf16, by tiles (csrc/arch/tiles.h).
 //
 // An item is a kv head and some rows of a sequence, a row being a query of one head. A span of its keys and values is
 // packed as the tiles want them, into scratch memory that the second-level cache holds. Two tiles of sixteen rows then
@@ -16,7 +16,7 @@
 // Keys are cut from the first on, sums are taken in their order, and what a row does not see adds zeros: so a row's
 // result depends neither on the rows beside it, hence on how a prompt is cut into chunks, nor on the number of
 // threads.
-#if defined(__AMX_BF16__) || defined(EMULATED)
+#if defined(__AMX_BF16__) || defined(ZEN4) || defined(EMULATED)
 #include "attention/packed_keys.h"
 #include "core/scratch.h"
 
@@ -142,17 +142,17 @@ struct Prefill {
     void score(int t, int64_t block) {
         for (int g = 0; g < GROUPS; g++) {
             const bf16(*keys)[TILE_VALUES] = z.keys[block * GROUPS + g];
-            tiles.template zero<4>();
-            tiles.template zero<5>();
+            tiles.template zero<0>();
+            tiles.template zero<1>();
             for (int step = 0; step < DIM / 32; step++) {
                 tiles.template load<6>(keys[step], LINE);
                 tiles.template load<7>(z.q[t][0][step], LINE);
-                tiles.template multiply_bf16<4, 7, 6>();
+                tiles.template multiply_bf16<0, 7, 6>();
                 tiles.template load<7>(z.q[t][1][step], LINE);
-                tiles.template multiply_bf16<5, 7, 6>();
+                tiles.template multiply_bf16<1, 7, 6>();
             }
-            tiles.template store<4>(z.scores[g][0], LINE);
-            tiles.template store<5>(z.scores[g][1], LINE);
+            tiles.template store<0>(z.scores[g][0], LINE);
+            tiles.template store<1>(z.scores[g][1], LINE);
         }
     }
 
@@ -243,12 +243,8 @@ struct Prefill {
                 const bf16(*values)[TILE_VALUES] = z.values[blocks[i / 2] * 2 + i % 2];
                 tiles.template load<6>(values[c], LINE);
                 tiles.template load<4>(weights[0], LINE);
-                tiles.template multiply_bf16<0, 4, 6>();
                 tiles.template load<5>(weights[1], LINE);
-                tiles.template multiply_bf16<2, 5, 6>();
-                tiles.template load<7>(values[c + 1], LINE);
-                tiles.template multiply_bf16<1, 4, 7>();
-                tiles.template multiply_bf16<3, 5, 7>();
+                tiles.multiply_square_by_columns([&] { tiles.template load<7>(values[c + 1], LINE); });
             }
             tiles.template store<0>(first[0], LINE);
             tiles.template store<1>(first[1], LINE);

@@ -14,16 +14,16 @@ struct FewRows {
     const T* stack;  // [experts][outputs][in]
     int64_t in, outputs;
 
-    int64_t bytes(int64_t rows) const { return rows * few_rows::stride_of(in) * sizeof(float); }
+    int64_t bytes(int64_t rows) const { return rows * few_rows::stride_of<T>(in) * sizeof(few_rows::Input<T>); }
 
     void lay_out(const Inputs<T>& inputs, int64_t row, char* to) const {
-        few_rows::order_inputs(inputs.row(row), in, (float*)to + row * few_rows::stride_of(in));
+        few_rows::order_inputs(inputs.row(row), in, (few_rows::Input<T>*)to + row * few_rows::stride_of<T>(in));
     }
 
     void multiply(int64_t expert, int64_t rows, const char* inputs, Range part, const Collect& epilogue) const {
         const T* matrix = stack + expert * outputs * in;
-        const few_rows::Linear<T, Collect> linear = {(const float*)inputs, matrix,  rows, in, outputs,
-                                                      few_rows::stride_of(in), epilogue};
+        const few_rows::Linear<T, Collect> linear = {(const few_rows::Input<T>*)inputs, matrix, rows, in, outputs,
+                                                     few_rows::stride_of<T>(in), epilogue};
         for_each_tile(part, few_rows::TASK, [&](int64_t begin, int64_t count) {
             few_rows::outputs_of(linear, begin, begin + count);
         });
@@ -38,7 +38,7 @@ struct ByVectors {
     FewRows<T> by_few;
     int64_t few;
 
-    int64_t bytes(int64_t rows) const { return by_few.bytes(rows); }
+    int64_t bytes(int64_t rows) const { return max(by_few.bytes(rows), rows * by_few.in * sizeof(float)); }
 
     void lay_out(const Inputs<T>& inputs, int64_t row, char* to) const {
         if (inputs.count <= few) return by_few.lay_out(inputs, row, to);

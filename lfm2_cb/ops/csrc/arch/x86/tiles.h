@@ -11,6 +11,8 @@ namespace {
 // instruction, so it is inlined whatever else there is: in a large source GCC stops doing so by itself.
 class Tiles {
   public:
+    static constexpr bool BY_VECTORS = false;
+
     Tiles() {
         struct alignas(64) {
             uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -55,6 +57,23 @@ class Tiles {
     template <int c, int a, int b>
     [[gnu::always_inline]] void multiply_bf16() {
         asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(c), "i"(a), "i"(b));
+    }
+    // Tiles 0 ... 3, two by two, += tiles 4 and 5 by tiles 6 and 7: those of tile 4 first, or of tile 6.
+    template <class Between>
+    [[gnu::always_inline]] void multiply_square_by_rows(Between between) {
+        multiply_bf16<0, 4, 6>();
+        multiply_bf16<1, 4, 7>();
+        between();
+        multiply_bf16<2, 5, 6>();
+        multiply_bf16<3, 5, 7>();
+    }
+    template <class Between>
+    [[gnu::always_inline]] void multiply_square_by_columns(Between between) {
+        multiply_bf16<0, 4, 6>();
+        multiply_bf16<2, 5, 6>();
+        between();
+        multiply_bf16<1, 4, 7>();
+        multiply_bf16<3, 5, 7>();
     }
     // Fours of signed bytes likewise, in 32-bit integers.
     template <int c, int a, int b>

@@ -1,4 +1,4 @@
-// x @ weight.T (+ bias) in bf16 by the processor's matrix units: what the kernels share.
+// x @ weight.T (+ bias) in bf16 by tiles (csrc/arch/tiles.h): what the kernels share.
 //
 // A sum is taken step by step, STEP inputs each, in the order of the inputs, and within a step as the instruction does
 // it, whichever of the factors' tiles comes first. So a row's result depends neither on the kernel, nor on the rows
@@ -11,7 +11,7 @@
 #include "core/threads.h"
 
 namespace {
-namespace amx_bf16 {
+namespace tile_bf16 {
 
 constexpr int64_t PANEL = 2 * TILE_ROWS;  // outputs that are multiplied together
 constexpr int64_t STEP = LINE / 2;        // inputs of a tile
@@ -97,5 +97,5 @@ struct Product {
     }
 };
 
-}  // namespace amx_bf16
+}  // namespace tile_bf16
 }  // namespace

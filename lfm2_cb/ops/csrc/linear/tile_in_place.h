@@ -1,5 +1,5 @@
-// x @ weight.T (+ bias) in bf16 for up to some hundred rows of x by the processor's matrix units, with the weights as
-// they lie in the module: csrc/linear/amx_bf16.h has the arithmetic.
+// x @ weight.T (+ bias) in bf16 for up to some hundred rows of x by tiles, with the weights as they lie in the module:
+// csrc/linear/tile_bf16.h has the arithmetic.
 //
 // The product is taken as weight @ x.T: the weights' rows are then what a tile's rows are, and are loaded from where
 // they are; x, which is small, is laid out once a call, as tiles of [16 pairs of inputs][16 tokens]. A tile of sums is
@@ -18,10 +18,10 @@
 // 53 without, 40 with them, 36 when the next chunk of x is asked for; chunks of 400 to 800 tiles are within 4 %.)
 #pragma once
 
-#include "linear/amx_bf16.h"
+#include "linear/tile_bf16.h"
 
 namespace {
-namespace amx_bf16::in_place {
+namespace tile_bf16::in_place {
 
 constexpr int64_t GROUP = 2 * TILE_ROWS;  // tokens that are multiplied together
 constexpr int64_t WAITING = 2 * GROUP;    // with up to so many tokens memory is what is waited for
@@ -33,7 +33,7 @@ using Prefetch = InterleavedPrefetcher<RUNS>;
 
 // `packed` is [tile of 16 tokens][step].
 template <class Epilogue>
-using Product = amx_bf16::Product<Epilogue>;
+using Product = tile_bf16::Product<Epilogue>;
 
 // A panel's rows of weights, of whole lines, in two tiles, over some steps; its first result, and how many.
 struct Panel {
@@ -166,12 +166,12 @@ inline void multiply(Tiles& tiles, const Panel& panel, const char* x, const char
         s < KEPT ? tiles.load<4>(first + s * LINE, panel.stride) : tiles.stream<4>(first + s * LINE, panel.stride);
         tiles.stream<5>(second + s * LINE, panel.stride);
         beside.weights.step();
-        tiles.multiply_bf16<0, 4, 6>();
-        tiles.multiply_bf16<2, 5, 6>();
-        beside.weights.step();
         if constexpr (TOKENS == 2) {
-            tiles.multiply_bf16<1, 4, 7>();
-            tiles.multiply_bf16<3, 5, 7>();
+            tiles.multiply_square_by_columns([&] { beside.weights.step(); });
+        } else {
+            tiles.multiply_bf16<0, 4, 6>();
+            tiles.multiply_bf16<2, 5, 6>();
+            beside.weights.step();
         }
         if constexpr (IN_CHUNKS) beside.x.step();
         beside.finisher.step();
@@ -284,5 +284,5 @@ void linear(Product<Epilogue> p, int64_t threads) {
     parallel_parts(p.panels(), threads, [&](Range part) { compute_panels(p, part); });
 }
 
-}  // namespace amx_bf16::in_place
+}  // namespace tile_bf16::in_place
 }  // namespace

@@ -1,12 +1,12 @@
 // swiglu(x @ W13.T) @ W2.T for weights of 8 bits and many rows, by the processor's matrix units: to the bit what the
-// two products of csrc/linear/amx_int8.h give.
+// two products of csrc/linear/tile_int8.h give.
 //
 // Gated results are the inputs of the second product. A thread computes one group of these inputs after another and
 // rounds them in place, in the second-level cache: in memory they take half the space, are written in whole lines, and
 // are not read again for rounding.
 #pragma once
 
-#include "linear/amx_int8.h"
+#include "linear/tile_int8.h"
 
 namespace {
 namespace int8::tiles {
