@@ -78,15 +78,19 @@ void tiles(const Operands& at) {
 constexpr double PRODUCTS = FAR / 2048 * 4;
 #endif
 
-// Vectors: every line of the second cache times four broadcast values, into independent sums.
-template <class Sum, class Step>
+// Vectors: two at a time of the second cache by as many broadcast values as registers hold sums for.
+template <int VALUES, class Sum, class Step>
 void vectors(const Operands& at, Sum zero, Step step) {
-    Sum sums[8] = {zero, zero, zero, zero, zero, zero, zero, zero};
+    Sum sums[2][VALUES];
+    for (auto& row : sums)
+        for (Sum& sum : row) sum = zero;
     for (int64_t i = 0; i < FAR; i += 2 * (int64_t)sizeof(Sum))
-        for (int half = 0; half < 2; half++)
-            for (int j = 0; j < 4; j++)
-                step(sums[4 * half + j], at.far + i + half * sizeof(Sum), at.near + (i + 4 * j) % NEAR);
-    for (Sum& sum : sums) asm volatile("" : : "x"(sum));
+#pragma GCC unroll 16
+        for (int j = 0; j < VALUES; j++)
+            for (int half = 0; half < 2; half++)
+                step(sums[half][j], at.far + i + half * sizeof(Sum), at.near + i % NEAR + 4 * j);
+    for (auto& row : sums)
+        for (Sum& sum : row) asm volatile("" : : "x"(sum));
 }
 
 }  // namespace
@@ -102,20 +106,20 @@ extern "C" double floating_rate(int threads, double seconds) {
         memcpy(&pair, a, 4);
         sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_load_si512(b), (__m512bh)_mm512_set1_epi32(pair));
     };
-    return rate(threads, seconds, FAR / 64 * 4 * 64.0,
-                [&](const Operands& at) { vectors(at, _mm512_setzero_ps(), step); });
+    return rate(threads, seconds, FAR / 64 * 8 * 64.0,
+                [&](const Operands& at) { vectors<8>(at, _mm512_setzero_ps(), step); });
 #elif defined(__AVX512F__)
     auto step = [](__m512& sum, const char* b, const char* a) {
         sum = _mm512_fmadd_ps(_mm512_load_ps(b), _mm512_set1_ps(*(const float*)a), sum);
     };
-    return rate(threads, seconds, FAR / 64 * 4 * 32.0,
-                [&](const Operands& at) { vectors(at, _mm512_setzero_ps(), step); });
+    return rate(threads, seconds, FAR / 64 * 8 * 32.0,
+                [&](const Operands& at) { vectors<8>(at, _mm512_setzero_ps(), step); });
 #elif defined(__AVX2__) && defined(__FMA__)
     auto step = [](__m256& sum, const char* b, const char* a) {
         sum = _mm256_fmadd_ps(_mm256_load_ps((const float*)b), _mm256_set1_ps(*(const float*)a), sum);
     };
     return rate(threads, seconds, FAR / 32 * 4 * 16.0,
-                [&](const Operands& at) { vectors(at, _mm256_setzero_ps(), step); });
+                [&](const Operands& at) { vectors<4>(at, _mm256_setzero_ps(), step); });
 #else
     return 0;
 #endif
@@ -132,8 +136,8 @@ extern "C" double bytes_rate(int threads, double seconds) {
         memcpy(&four, a, 4);
         sum = _mm512_dpbusd_epi32(sum, _mm512_load_si512(b), _mm512_set1_epi32(four));
     };
-    return rate(threads, seconds, FAR / 64 * 4 * 128.0,
-                [&](const Operands& at) { vectors(at, _mm512_setzero_si512(), step); });
+    return rate(threads, seconds, FAR / 64 * 8 * 128.0,
+                [&](const Operands& at) { vectors<8>(at, _mm512_setzero_si512(), step); });
 #else
     return 0;
 #endif

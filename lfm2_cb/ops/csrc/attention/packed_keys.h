@@ -1,4 +1,4 @@
-// Keys in the layout that the matrix units read.
+// Keys in the layout of tiles.
 #pragma once
 
 #include "arch/tiles.h"
