@@ -20,8 +20,8 @@ from .capture_guard import CaptureGuard
 
 logger = logging.get_logger("transformers.lfm2_cb")
 
-#: most sequences of a captured step without matrix units: beyond, Python is a small part of a step, and few steps have
-#: as many rows as one before
+#: most sequences of a captured step without tiles for bf16: beyond, Python is a small part of a step, and few steps
+#: have as many rows as one before
 MOST_ROWS = 64
 #: where bf16 is multiplied by tiles, sixteen rows at a time, steps of more rows than this, however many, are
 #: captured with their number rounded up to a multiple of it: one graph then serves most steps. (2 cores of a Xeon with

@@ -14,6 +14,7 @@ from lfm2_cb.engine.captured_steps import CapturedSteps
 from lfm2_cb.engine.runner import ModelRunner
 from lfm2_cb.ops.native import CapturedGraph, arena
 from lfm2_cb.ops.native.call_list import CallList
+from lfm2_cb.ops.native.instruction_sets import TILE_ISAS
 
 pytestmark = pytest.mark.skipif(
     not any(shutil.which(name) for name in ("c++", "g++", "clang++")), reason="needs a C++ compiler"
@@ -93,7 +94,7 @@ def test_one_graph_serves_several_numbers_of_rows():
 def test_steps_whose_rows_share_prefixes_give_the_bits_of_those_that_are_not(
     dtype, cache_dtype, replayed, monkeypatch
 ):
-    """Where they can be captured (matrix units, bf16), and where they cannot, which keeps no other step from it."""
+    """Where they can be captured (tiles, bf16), and where they cannot, which keeps no other step from it."""
     monkeypatch.setattr(sharing, "MIN_SAVED_TOKENS", 1)
     sizes = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     model, rng = random_stock(3, **sizes).to(dtype), random.Random(4)
@@ -114,7 +115,7 @@ def test_steps_whose_rows_share_prefixes_give_the_bits_of_those_that_are_not(
             )
             results.append([(o.token_ids, torch.cat(list(o.logits))) for o in outputs])
             kinds = {key.sharing for key in runner.captured._graphs}
-            can_share = runner.native.isa == "amx" and dtype == torch.bfloat16
+            can_share = runner.native.isa in TILE_ISAS and dtype == torch.bfloat16
             assert kinds == (({True, False} if can_share else {False}) if capturing else set())
     assert replayed
     for (plain, logits), (captured, same) in zip(*results, strict=True):

@@ -218,7 +218,7 @@ def test_the_check_sees_wrong_products_of_pairs(zen4_emulation):
 
 
 def test_pairs_take_tiles_for_many_rows(zen4_emulation):
-    called = []
+    called, few = [], int(products(DENSE, torch.bfloat16, "zen4")[0][0])
 
     class Heard(AsZen4):
         def call(self, name, *args):
@@ -228,17 +228,15 @@ def test_pairs_take_tiles_for_many_rows(zen4_emulation):
     kernels = KernelSet(Heard(zen4_emulation))
     layer = PackedLinear(70, 34, bias=False).to(torch.bfloat16)
     with torch.no_grad():
-        for rows in (12, 13, IN_PLACE_ROWS, 8000):
+        for rows in (few, few + 1, IN_PLACE_ROWS, 8000):
             x = torch.randn(rows, 70).to(torch.bfloat16)
             product = (x @ layer.weight.T).float()
             torch.testing.assert_close(kernels.linear(layer, x).float(), product, rtol=2e-2, atol=2e-2)
             gated = pointwise.swiglu(product)
             torch.testing.assert_close(kernels.linear_swiglu(layer, x).float(), gated, rtol=2e-2, atol=2e-2)
-    few, in_place = (
-        ["few_rows_linear_bf16"] * 2 + ["swiglu"],
-        ["tile_in_place_linear_bf16", "tile_in_place_swiglu_bf16"],
-    )
-    assert called == [*few, *in_place * 2, "tile_packed_linear_bf16", "tile_packed_swiglu_bf16"]
+    by_vectors = ["few_rows_linear_bf16"] * 2 + ["swiglu"]
+    in_place = ["tile_in_place_linear_bf16", "tile_in_place_swiglu_bf16"]
+    assert called == [*by_vectors, *in_place * 2, "tile_packed_linear_bf16", "tile_packed_swiglu_bf16"]
 
 
 @pytest.mark.skipif("amx" not in ISAS, reason="not x86")
