@@ -43,8 +43,8 @@ _BF16_AMX: ByRows = ((6, few_rows_linear), (inf, tile_linear))
 #: Measured on two cores of an AMD EPYC (Zen 5), the linears of eight layers of a 350M model but the head, ms, for few
 #: rows and by tiles in place: 8 rows 7.5 and 9.1, 12 rows 9.1 and 9.2, 16 rows 10.5 and 9.3. By tiles, by `F.linear`
 #: and widened to fp32: 32 rows 13.3, 19.8 and 33.3, 64 rows 25.3, 30.9 and 53, 256 rows 97, 88 to 98 and 186.
-#: The bound is a multiple of `engine.captured_steps.ROWS_TOGETHER`, so captured steps, whose rows are rounded up to one,
-#: give the bits of the others.
+#: The bound is a multiple of `engine.captured_steps.ROWS_TOGETHER`: captured steps, whose rows are rounded up to such,
+#: then give the bits of the others.
 _BF16_ZEN4: ByRows = ((8, few_rows_linear), (inf, tile_linear))
 
 TABLE: dict[tuple[str, torch.dtype, str], ByRows] = {
