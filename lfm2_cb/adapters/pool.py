@@ -18,7 +18,17 @@ from torch import nn
 
 from ..model.modeling import Lfm2CbForCausalLM
 from ..model.ragged_batch import Row
-from ..ops.adapters import FIELDS, Delta, Move, Routing, add_deltas, lay_out_all, reference_delta
+from ..ops.adapters import (
+    FIELDS,
+    Delta,
+    Move,
+    Routing,
+    adapted_linear,
+    add_deltas,
+    has_adapted_linear,
+    lay_out_all,
+    reference_delta,
+)
 from ..ops.kernel_set import KernelSet
 from ..ops.linear.table import DENSE, product
 from ..ops.memory import zeros
@@ -241,14 +251,13 @@ class AdaptedKernels(KernelSet):
         layer = self._layers.get(module)
         if layer is None:
             return super().linear(module, x, residual)
-        y = super().linear(module, x)
-        routing = self._logits if layer.is_head else self._tokens
-        if layer.is_head:
-            self._replace_heads(y, x, routing)
-        if self.native is not None and x.dtype == y.dtype and y.is_contiguous():
-            add_deltas(self.native, y, x.contiguous(), layer.table, layer.edges, routing)
-        else:
-            self._add_by_torch(y, x, layer, routing)
+        y = self._multiply_with_deltas(module, x, layer)
+        if y is None:
+            y = super().linear(module, x)
+            routing = self._logits if layer.is_head else self._tokens
+            if layer.is_head:
+                self._replace_heads(y, x, routing)
+            self._add_deltas(y, x, layer, routing)
         return y if residual is None else self.add(y, residual)
 
     def linear_swiglu(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -260,6 +269,21 @@ class AdaptedKernels(KernelSet):
         self, w13: nn.Module, w2: nn.Module, x: torch.Tensor, residual: torch.Tensor | None
     ) -> torch.Tensor | None:
         return None if w13 in self._layers or w2 in self._layers else super()._fused_mlp(w13, w2, x, residual)
+
+    def _multiply_with_deltas(self, module: nn.Module, x: torch.Tensor, layer: AdaptedLayer) -> torch.Tensor | None:
+        """The layer's outputs by one kernel, where there is one."""
+        product = None if layer.is_head else self.dense_product(module, x)
+        if self.native is None or product is None or not has_adapted_linear(self.native, product, x):
+            return None
+        weight, bias = module._parameters["weight"], module._parameters["bias"]
+        assert weight is not None
+        return adapted_linear(self.native, x, weight, bias, layer.table, layer.edges, self._tokens)
+
+    def _add_deltas(self, y: torch.Tensor, x: torch.Tensor, layer: AdaptedLayer, routing: Routing) -> None:
+        if self.native is not None and x.dtype == y.dtype and y.is_contiguous():
+            add_deltas(self.native, y, x.contiguous(), layer.table, layer.edges, routing)
+        else:
+            self._add_by_torch(y, x, layer, routing)
 
     def _replace_heads(self, y: torch.Tensor, x: torch.Tensor, routing: Routing) -> None:
         for place, rows in routing.groups.items():

@@ -7,13 +7,14 @@ adapter's matrices are read once for all its rows of a step.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from .native import NativeKernels
+from .linear.dense import is_in_place, tile_linear
+from .native import NativeKernels, empty
 
 #: inputs that lie side by side in `Delta.a`, and outputs in `Delta.b`
 PANEL = 32
@@ -26,7 +27,8 @@ TASK_ROWS = 16
 
 
 class Delta(NamedTuple):
-    """What an adapter does to the outputs of one stock layer: `y * ratio + expand(shrink(x)) + addend`.
+    """What an adapter does to the outputs of one stock layer: `y * ratio + expand(shrink(x)) + addend`, of which
+    `expand(shrink(x))` is rounded to the model's dtype first, as PEFT's is.
 
     a: `[ceil(in / PANEL), rank, PANEL]`, `PANEL` inputs after another, with zeros beyond the last; b: the same of
     outputs; both in the model's dtype, and None where only biases change. ratio, addend: fp32
@@ -137,7 +139,8 @@ def reference_delta(y: torch.Tensor, x: torch.Tensor, delta: Delta) -> torch.Ten
     outputs = y.shape[-1]
     changed = y.float() if delta.ratio is None else y.float() * delta.ratio[:outputs]
     if delta.a is not None and delta.b is not None:
-        changed = changed + x.float() @ _as_it_was(delta.a, x.shape[-1]).T @ _as_it_was(delta.b, outputs)
+        expanded = x.float() @ _as_it_was(delta.a, x.shape[-1]).T @ _as_it_was(delta.b, outputs)
+        changed = changed + expanded.to(y.dtype)
     if delta.addend is not None:
         changed = changed + delta.addend[:outputs]
     return changed.to(y.dtype)
@@ -192,3 +195,43 @@ def add_deltas(
     """
     shape = *x.shape[-1:], y.shape[-1], len(edges) - 1, table.stride(0)
     native.call("add_deltas", x, y, table, edges, routing.order, routing.tasks, *shape, x.dtype == torch.bfloat16)
+
+
+#: instruction sets by which a product with the deltas of many adapters takes less than one after the other: where
+#: matrix units compute it, memory has no time left
+ADAPTED_LINEAR_ISAS = frozenset(("zen4",))
+
+
+def has_adapted_linear(native: NativeKernels, product: Callable[..., torch.Tensor], x: torch.Tensor) -> bool:
+    """Whether `adapted_linear` takes the place of a product of x, with `add_deltas` after it."""
+    return native.isa in ADAPTED_LINEAR_ISAS and product is tile_linear and is_in_place(x)
+
+
+def adapted_linear(
+    native: NativeKernels,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    table: torch.Tensor,
+    edges: torch.Tensor,
+    routing: Routing,
+) -> torch.Tensor:
+    """`in_place_tile_linear` and `add_deltas` after it, in one: of each row, the same bits.
+
+    Args: x `[rows, in]`; weight `[out, in]`, contiguous; bias `[out]`; all bf16. The others are as in `add_deltas`.
+    Returns: `[rows, out]`.
+    """
+    y = empty((len(x), len(weight)), x.dtype)
+    described, shape = (table, edges, routing.order, routing.tasks), (*x.shape, len(weight))
+    native.call(
+        "tile_adapted_linear_bf16",
+        x.contiguous(),
+        weight,
+        bias,
+        y,
+        *described,
+        *shape,
+        len(edges) - 1,
+        table.stride(0),
+    )
+    return y

@@ -73,14 +73,17 @@ class KernelSet:
     def linear(self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`module(x)` of a linear layer, `[tokens, out]`; and to it, once rounded, a residual `[tokens, out]`."""
         residual = None if residual is None else residual.contiguous()
-        if is_plain(module, PackedLinear.forward):
-            if (kernel := _kernel_for(module, x, self._dense)) is not None:
-                # By the dictionary: a product of one row takes some 100 µs, and every attribute asked of a module one.
-                parameters = module._parameters
-                return kernel(self.native, x, parameters["weight"], parameters["bias"], residual)
-        elif is_plain(module, QuantizedLinear.forward):
+        if (kernel := self.dense_product(module, x)) is not None:
+            # By the dictionary: a product of one row takes some 100 µs, and every attribute asked of a module one.
+            parameters = module._parameters
+            return kernel(self.native, x, parameters["weight"], parameters["bias"], residual)
+        if is_plain(module, QuantizedLinear.forward):
             return quantized_linear(x, module.weights, module.bias, self.native, residual)  # type: ignore[arg-type]
         return module(x) if residual is None else self.add(module(x), residual)
+
+    def dense_product(self, module: nn.Module, x: torch.Tensor) -> Product | None:
+        """What `linear` multiplies by the weights of a dense layer of ours; None: it runs another way."""
+        return _kernel_for(module, x, self._dense) if is_plain(module, PackedLinear.forward) else None
 
     def linear_swiglu(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """`swiglu(linear(module, x))`, of a layer that makes gates and values."""

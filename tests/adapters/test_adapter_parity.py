@@ -126,6 +126,30 @@ def test_tokens_do_not_depend_on_the_situation(name, mixed, monkeypatch):
         engine.scheduler.check_integrity()
 
 
+def test_captured_steps_in_bf16_give_the_bits_of_the_others(mixed):
+    """Of more rows than one kernel is for, and of numbers of rows that are rounded up."""
+    stock, paths, prompts, asked, lengths, _ = mixed
+    results = []
+    for capturing in (False, True):
+        with ContinuousBatchingGenerator(
+            copy.deepcopy(stock).bfloat16(), adapters=paths, cache_memory="4MiB"
+        ) as generator:
+            runner = generator.engine.runner
+            runner.capturing = capturing
+            outputs = generator.generate(
+                prompts,
+                max_new_tokens=lengths,
+                adapter=asked,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **GREEDY,
+            )
+            assert runner.native is None or bool(runner.captured.num_graphs) == capturing
+            results.append([(o.token_ids, torch.cat(list(o.logits))) for o in outputs])
+    for (plain, logits), (captured, same) in zip(*results, strict=True):
+        assert plain == captured and torch.equal(logits, same)
+
+
 def test_places_that_change_hands_hold_nothing_of_the_one_before(tmp_path):
     """Adapters of one layout, whose memory is taken over, and of others, by turns through one place."""
     stock = random_stock(12, num_hidden_layers=2, layer_types=["conv", "full_attention"])

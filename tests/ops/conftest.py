@@ -7,12 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lfm2_cb.ops import native
-from lfm2_cb.ops.native.instruction_sets import ARM, ISAS
+from lfm2_cb.ops.native.instruction_sets import ARM, EMULATORS, ISAS
 
 sys.path.insert(0, str(Path(__file__).parent / "arm"))
 sys.path.insert(0, str(Path(__file__).parent))
-from emulated_units import build_zen4
+from emulated_units import AsZen4, build_zen4, by_instruction_set
 from emulator import CAN_RUN, ArmKernels, emulated
 
 
@@ -39,11 +38,15 @@ def kernels(request):
     if request.param.startswith("arm-"):
         torch.manual_seed(0)
         return ArmKernels(request.getfixturevalue("arm_process"), request.param.removeprefix("arm-"))
-    loaded = native.load()
-    if request.param not in loaded.supported:
-        pytest.skip(f"this processor has no {request.param}")
-    torch.manual_seed(0)
-    return loaded.using(request.param)
+    return by_instruction_set(request.param)
+
+
+@pytest.fixture(params=[*EMULATORS, "zen4", "emulated zen4", "amx"])
+def bf16_kernels(request):
+    """The library by each instruction set that has kernels in bf16 by tiles."""
+    if request.param == "emulated zen4":
+        return AsZen4(request.getfixturevalue("zen4_emulation"))
+    return by_instruction_set(request.param)
 
 
 @pytest.fixture(autouse=True)

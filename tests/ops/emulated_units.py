@@ -3,6 +3,8 @@ on any processor, as the tables choose them."""
 
 import ctypes
 
+import pytest
+import torch
 from emulator import ArmKernels
 
 from lfm2_cb.ops.native import NativeKernels, build
@@ -49,6 +51,15 @@ def build_zen4(folder, compiler):
         build._run([compiler, *flags[:-1], *defines, "-c", str(source), "-o", objects[-1]])
     build._run([compiler, *flags, *objects, "-o", str(folder / "zen4")])
     return ctypes.CDLL(str(folder / "zen4"))
+
+
+def by_instruction_set(isa):
+    """The library by one that this processor has; skips the test where it has not."""
+    loaded = native.load()
+    if isa not in loaded.supported:
+        pytest.skip(f"this processor has no {isa}")
+    torch.manual_seed(0)
+    return loaded.using(isa)
 
 
 def with_emulation(kernels):

@@ -32,7 +32,8 @@ TRANSPOSED_ROWS = range(2, 257)
 IN_PLACE, IN_PLACE_ROWS = 1 << 20, 256
 
 
-def _is_in_place(x: torch.Tensor) -> bool:
+def is_in_place(x: torch.Tensor) -> bool:
+    """Whether products of x by tiles take the weights as they lie."""
     return len(x) <= IN_PLACE_ROWS or x.numel() * x.itemsize <= IN_PLACE
 
 
@@ -82,7 +83,7 @@ def tile_linear(
 
     Which of the next two computes it makes no difference to the result.
     """
-    product = in_place_tile_linear if _is_in_place(x) else packed_tile_linear
+    product = in_place_tile_linear if is_in_place(x) else packed_tile_linear
     return product(native, x, weight, bias, residual)
 
 
@@ -125,7 +126,7 @@ def tile_swiglu(
     Args: as `tile_linear`; the first half of the weight's rows makes gates. bias: none.
     Returns: `[rows, out / 2]`; as there, it makes no difference which of the next two computes it.
     """
-    product = in_place_tile_swiglu if _is_in_place(x) else packed_tile_swiglu
+    product = in_place_tile_swiglu if is_in_place(x) else packed_tile_swiglu
     return product(native, x, weight)
 
 

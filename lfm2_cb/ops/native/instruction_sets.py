@@ -41,7 +41,13 @@ PAIR_ISAS, TILE_ISAS = frozenset(("avx512bf16", "zen4", "amx", "bf16")), frozens
 #: sources that are of use for one instruction set alone; and those that have them too, by an emulation, so that they
 #: can be tested: without and with fused multiply-add
 EMULATED: Mapping[str, tuple[str, ...]] = {
-    "amx": ("tile_bf16.cpp", "tile_int8.cpp", "tile_experts.cpp", "tile_int8_experts.cpp")
+    "amx": (
+        "tile_bf16.cpp",
+        "tile_adapted_linear.cpp",
+        "tile_int8.cpp",
+        "tile_experts.cpp",
+        "tile_int8_experts.cpp",
+    )
 }
 EMULATORS = ("plain", "avx2")
 #: sources that have nothing to do with instruction sets
@@ -55,7 +61,14 @@ ADDITIONS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "avx512bf16": ("vnni", ("decode_attention.cpp", "pointwise.cpp")),
     "zen4": (
         "avx512bf16",
-        ("dense.cpp", "tile_bf16.cpp", "tile_experts.cpp", "prefill_attention.cpp", "block_mass.cpp"),
+        (
+            "dense.cpp",
+            "tile_bf16.cpp",
+            "tile_adapted_linear.cpp",
+            "tile_experts.cpp",
+            "prefill_attention.cpp",
+            "block_mass.cpp",
+        ),
     ),
     "amx": ("avx512bf16", (*EMULATED["amx"], "prefill_attention.cpp", "block_mass.cpp")),
     "dotprod": ("plain", ("int8.cpp", "int8_experts.cpp")),

@@ -15,7 +15,8 @@ def addition_is_right(kernels: NativeKernels) -> bool:
     """
     if not (attention_is_right(kernels) and block_mass_is_right(kernels)):
         return False
-    if kernels.isa in TILE_ISAS and not (bf16_products_are_right(kernels) and bf16_experts_are_right(kernels)):
+    by_tiles = bf16_products_are_right, adapted_products_are_right, bf16_experts_are_right
+    if kernels.isa in TILE_ISAS and not all(are_right(kernels) for are_right in by_tiles):
         return False
     adds_products_of_bytes = kernels.isa not in ("avx512bf16", "zen4")
     return not adds_products_of_bytes or (int8_products_are_right(kernels) and int8_experts_are_right(kernels))
@@ -51,6 +52,35 @@ def bf16_products_are_right(kernels: NativeKernels) -> bool:
         if not ((out - exact).abs() <= 2**-8 * (exact.abs() + gate.abs() + up.abs())).all():
             return False
     return True
+
+
+def adapted_products_are_right(kernels: NativeKernels) -> bool:
+    """Whether products with the deltas of two adapters, of which each has every second row, come out to rounding."""
+    case, generator, panel, rank = Product(), torch.Generator().manual_seed(0), 32, 3
+    rows, inner, outputs = case.rows, case.inner, case.outputs
+    edges, order = torch.tensor([0, 20, outputs]), torch.tensor([*range(0, rows, 2), *range(1, rows, 2)])
+    tasks = torch.tensor([[2, 0, 0], [0, 0, -(-rows // 2)], [1, -(-rows // 2), rows // 2]])
+    table, kept = torch.zeros(2, 2, 5, dtype=torch.int64), []  # as in ops/adapters.py
+    x = case.x.double()
+    product = x @ case.weight.double().T + case.bias.double()
+    deltas = torch.zeros_like(product)
+
+    def described(size: int) -> tuple[torch.Tensor, int]:
+        matrix = torch.randn(-(-size // panel), rank, panel, generator=generator).bfloat16()
+        matrix[-1, :, size % panel or panel :] = 0
+        kept.append(matrix)
+        return matrix.double().transpose(0, 1).flatten(1)[:, :size], matrix.data_ptr()
+
+    for place in range(2):
+        for part in range(2):
+            begin, end = int(edges[part]), int(edges[part + 1])
+            (a, a_address), (b, b_address) = described(inner), described(end - begin)
+            table[place, part] = torch.tensor([a_address, b_address, 0, 0, rank])
+            deltas[place::2, begin:end] = x[place::2] @ a.T @ b
+    out = case.x.new_full((rows, outputs), torch.nan)
+    tensors = case.x, case.weight, case.bias, out, table, edges, order, tasks
+    kernels.call("tile_adapted_linear_bf16", *tensors, rows, inner, outputs, 2, table.stride(0))
+    return bool(((out - product - deltas).abs() <= 2**-7 * (product.abs() + deltas.abs()) + 2**-10).all())
 
 
 def int8_products_are_right(kernels: NativeKernels) -> bool:

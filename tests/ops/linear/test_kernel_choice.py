@@ -182,7 +182,7 @@ def test_wrong_results_go_back_to_the_next_instruction_set_with_one_warning(monk
 
 def test_the_check_sees_what_is_wrong(monkeypatch):
     assert addition_is_right(AsAmx())
-    bf16 = {"tile_in_place_linear_bf16": 4, "tile_packed_linear_bf16": 4}
+    bf16 = {"tile_in_place_linear_bf16": 4, "tile_packed_linear_bf16": 4, "tile_adapted_linear_bf16": 3}
     int8 = {"tile_linear_int8": 9, "tile_swiglu_int8": 7, "tile_mlp_int8": 11}
     for kernel, out in {**bf16, **int8}.items():
 
@@ -206,6 +206,7 @@ def test_the_check_sees_wrong_products_of_pairs(zen4_emulation):
     assert addition_is_right(AsZen4(zen4_emulation))
     outs = {"few_rows_linear_bf16": 4, "tile_in_place_linear_bf16": 4, "tile_packed_linear_bf16": 4}
     outs |= {"tile_in_place_swiglu_bf16": 2, "tile_packed_swiglu_bf16": 2, "tile_experts_bf16": 5}
+    outs["tile_adapted_linear_bf16"] = 3
     for kernel, out in outs.items():
 
         class Wrong(AsZen4):

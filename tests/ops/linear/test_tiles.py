@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated_units import AsZen4
+from emulated_units import by_instruction_set
 
 from lfm2_cb.ops import pointwise
 from lfm2_cb.ops.linear.dense import (
@@ -72,23 +72,7 @@ class Int8Case:
 @pytest.fixture(params=[*EMULATORS, "amx"])
 def kernels(request):
     """The library by each instruction set that has kernels in 8 bits by tiles."""
-    return by_instruction_set(request)
-
-
-@pytest.fixture(params=[*EMULATORS, "zen4", "emulated zen4", "amx"])
-def bf16_kernels(request):
-    """The same of those in bf16."""
-    if request.param == "emulated zen4":
-        return AsZen4(request.getfixturevalue("zen4_emulation"))
-    return by_instruction_set(request)
-
-
-def by_instruction_set(request):
-    loaded = native.load()
-    if request.param not in loaded.supported:
-        pytest.skip(f"this processor has no {request.param}")
-    torch.manual_seed(0)
-    return loaded.using(request.param)
+    return by_instruction_set(request.param)
 
 
 # bf16

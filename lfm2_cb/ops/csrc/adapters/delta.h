@@ -1,4 +1,5 @@
-// y * ratio + B (A x) + addend, for rows of one adapter: ops/adapters.py has the layout.
+// y * ratio + B (A x) + addend, for rows of one adapter: ops/adapters.py has the layout. B (A x) is rounded before it is
+// added, as PEFT's is.
 //
 // Rows are shrunk to the rank, block by block of inputs, and expanded, panel by panel of outputs. A row's sums are
 // taken in one order, whatever the rows beside it. Matrices are read sequentially, and prefetched into the
@@ -135,12 +136,34 @@ void shrink(const Shrink<T>& s, int64_t rows) {
         });
 }
 
+// A panel's sums of one row, in the order of blocks.
+template <class T>
+using PanelSums = vec[BLOCKS<T>][PARTS<T>];
+
+inline void load_panel(const bf16* from, PanelSums<bf16>& sums) {
+    UNROLLED for (int i = 0; i < BLOCKS<bf16>; i++) load_block(from + i * BLOCK<bf16>, sums[i]);
+}
+inline void store_panel(bf16* to, const PanelSums<bf16>& sums) {
+    UNROLLED for (int i = 0; i < BLOCKS<bf16>; i++) store_block(to + i * BLOCK<bf16>, sums[i]);
+}
+
+// To what the type of the outputs holds.
+inline void round_panel(PanelSums<float>&) {}
+inline void round_panel(PanelSums<bf16>& sums) {
+    for (auto& block : sums)
+        for (vec& values : block) values = (vec)(nearest_bf16(values) << 16);
+}
+
 // One block of outputs of one row: y * ratio + sums + addend.
 template <class T>
-inline void finish_block(const Delta& delta, int64_t output, T* y, vec (&sums)[PARTS<T>]) {
+inline void add_block(const Delta& delta, int64_t output, T* y, vec (&sums)[PARTS<T>]) {
     vec values[PARTS<T>];
     load_block(y, values);
     for (int p = 0; p < PARTS<T>; p++) {
+        if (!delta.ratio && !delta.addend) {
+            sums[p] += values[p];
+            continue;
+        }
         vec ratio = fill(1), addend = {};
         for (int l = 0; l < W; l++) {
             const int64_t o = output + (PARTS<T> == 1 ? l : 2 * l + p);
@@ -154,13 +177,23 @@ inline void finish_block(const Delta& delta, int64_t output, T* y, vec (&sums)[P
     store_block(y, sums);
 }
 
-// A panel of `rows` rows: `count` outputs from `first` on, which is a multiple of PANEL. h [rows][h_stride]; y(row):
-// where a row's are; ahead: from B's panel to what is to be prefetched.
-template <int rows, class T, class Outputs>
-inline void expand_panel(const Delta& delta, const float* h, int64_t h_stride, int64_t first, int64_t count,
-                         int64_t ahead, const Outputs& y) {
+// The outputs of one row in a panel, `count` from `first` on.
+template <class T>
+inline void add_panel(const Delta& delta, int64_t first, int64_t count, T* y, PanelSums<T>& sums) {
+    T last[PANEL] = {};  // of a panel that is not whole
+    T* at = count < PANEL ? last : y;
+    if (at == last) memcpy(last, y, count * sizeof(T));
+    UNROLLED for (int i = 0; i < BLOCKS<T>; i++) add_block(delta, first + i * BLOCK<T>, at + i * BLOCK<T>, sums[i]);
+    if (at == last) memcpy(y, last, count * sizeof(T));
+}
+
+// A panel of `rows` rows: its outputs from `first` on, which is a multiple of PANEL. h [rows][h_stride]; ahead: from
+// B's panel to what is to be prefetched; put(row, sums).
+template <int rows, class T, class Put>
+inline void expand_panel(const Delta& delta, const float* h, int64_t h_stride, int64_t first, int64_t ahead,
+                         const Put& put) {
     const T* b = (const T*)delta.b + first * delta.rank;
-    vec sums[rows][BLOCKS<T>][PARTS<T>] = {};
+    PanelSums<T> sums[rows] = {};
     for (int64_t k = 0; k < delta.rank; k++) {
         ask(b + k * PANEL, ahead);
         UNROLLED for (int i = 0; i < BLOCKS<T>; i++) {
@@ -170,24 +203,7 @@ inline void expand_panel(const Delta& delta, const float* h, int64_t h_stride, i
                 UNROLLED for (int p = 0; p < PARTS<T>; p++) sums[r][i][p] += weights[p] * h[r * h_stride + k];
         }
     }
-    for (int r = 0; r < rows; r++) {
-        T* to = y(r);
-        T last[PANEL] = {};  // of a panel that is not whole
-        T* at = count < PANEL ? last : to;
-        if (at == last) memcpy(last, to, count * sizeof(T));
-        UNROLLED for (int i = 0; i < BLOCKS<T>; i++) {
-            T* block = at + i * BLOCK<T>;
-            if (delta.ratio || delta.addend) {
-                finish_block(delta, first + i * BLOCK<T>, block, sums[r][i]);
-            } else {
-                vec values[PARTS<T>];
-                load_block(block, values);
-                UNROLLED for (int p = 0; p < PARTS<T>; p++) values[p] += sums[r][i][p];
-                store_block(block, values);
-            }
-        }
-        if (at == last) memcpy(to, last, count * sizeof(T));
-    }
+    for (int r = 0; r < rows; r++) put(r, sums[r]);
 }
 
 }  // namespace delta

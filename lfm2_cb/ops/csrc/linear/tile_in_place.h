@@ -145,10 +145,17 @@ class Finisher {
     }
 };
 
+// Work of another kind that a thread does between products.
+struct NoOther {
+    void step() {}     // each step
+    void advance() {}  // after each panel
+};
+
 // What is done beside the products, a little each step.
-template <class Epilogue>
+template <class Epilogue, class Other>
 struct Beside {
     Finisher<Epilogue> finisher;
+    Other& other;
     Prefetch weights = {};
     Prefetcher x = {};
 };
@@ -156,9 +163,9 @@ struct Beside {
 // Tiles of sums, two of outputs by TOKENS of 16 tokens, 0 and 1 of the first outputs: += the panel by tiles of x.
 // All four are loaded before any is multiplied, those of x first. (Each loaded just before its use, SwiGLU of 128 and
 // 256 rows took 3 to 5 % longer on one core.)
-template <int TOKENS, bool IN_CHUNKS, class Epilogue>
+template <int TOKENS, bool IN_CHUNKS, class Epilogue, class Other>
 inline void multiply(Tiles& tiles, const Panel& panel, const char* x, const char* others, int64_t awake,
-                     Beside<Epilogue>& beside) {
+                     Beside<Epilogue, Other>& beside) {
     const char *first = panel.weights, *second = panel.others;
     for (int64_t s = 0; s < panel.steps.size(); s++) {
         tiles.stream<6>(x + s * TILE_BYTES, LINE);
@@ -167,11 +174,16 @@ inline void multiply(Tiles& tiles, const Panel& panel, const char* x, const char
         tiles.stream<5>(second + s * LINE, panel.stride);
         beside.weights.step();
         if constexpr (TOKENS == 2) {
-            tiles.multiply_square_by_columns([&] { beside.weights.step(); });
+            tiles.multiply_square_by_columns([&] {
+                beside.weights.step();
+                beside.other.step();
+            });
+            beside.other.step();
         } else {
             tiles.multiply_bf16<0, 4, 6>();
             tiles.multiply_bf16<2, 5, 6>();
             beside.weights.step();
+            beside.other.step();
         }
         if constexpr (IN_CHUNKS) beside.x.step();
         beside.finisher.step();
@@ -181,9 +193,9 @@ inline void multiply(Tiles& tiles, const Panel& panel, const char* x, const char
 
 // A panel by a group of tokens. sums [SUMS]: those of the steps before, and where these go if there are more.
 // (As a function of its own it has registers enough for the loop.)
-template <int TOKENS, bool IN_CHUNKS, class Epilogue>
+template <int TOKENS, bool IN_CHUNKS, class Epilogue, class Other>
 __attribute__((noinline)) void compute_group(Tiles& tiles, const Product<Epilogue>& p, const Panel& panel,
-                                             int64_t token_tile, char* sums, Beside<Epilogue>& beside) {
+                                             int64_t token_tile, char* sums, Beside<Epilogue, Other>& beside) {
     const int64_t steps = p.steps();
     const bool is_waiting = p.x.rows <= WAITING;
     if (IN_CHUNKS && panel.steps.begin > 0) {
@@ -230,9 +242,9 @@ Panel filled_panel(const Product<Epilogue>& p, int64_t i, Range steps, char* fil
 }
 
 // Some panels over chunks of steps: all panels for a chunk, then for the next.
-template <bool IN_CHUNKS, class Epilogue>
+template <bool IN_CHUNKS, class Epilogue, class Other>
 void compute_block(Tiles& tiles, const Product<Epilogue>& p, Range panels, int64_t chunk, char* filled, char* sums,
-                   Beside<Epilogue>& beside) {
+                   Beside<Epilogue, Other>& beside) {
     const int64_t steps = p.steps(), token_tiles = ceil_div(p.x.rows, TILE_ROWS), groups = ceil_div(token_tiles, 2);
     const int64_t count = panels.size(), pieces = count * ceil_div(steps, chunk), work = groups * chunk;
     const auto steps_of = [&](int64_t piece) -> Range {
@@ -254,18 +266,19 @@ void compute_block(Tiles& tiles, const Product<Epilogue>& p, Range panels, int64
             t + 1 < token_tiles ? compute_group<2, IN_CHUNKS>(tiles, p, panel, t, at, beside)
                                 : compute_group<1, IN_CHUNKS>(tiles, p, panel, t, at, beside);
         }
+        beside.other.advance();
     }
 }
 
-template <class Epilogue>
-void compute_panels(const Product<Epilogue>& p, Range range) {
+template <class Epilogue, class Other>
+void compute_panels(const Product<Epilogue>& p, Range range, Other& other) {
     const int64_t steps = p.steps(), groups = ceil_div(p.x.rows, GROUP), size = 2 * groups * steps;
     const int64_t chunk = size <= WHOLE ? steps : ceil_div(steps, ceil_div(size, CHUNK));
     const int64_t block = chunk < steps ? BLOCK : range.size();
     const ScratchArray<char> filled(is_whole(p, range.end - 1) ? 0 : PANEL * chunk * LINE);
     const ScratchArray<char> sums(chunk < steps ? (block * groups + 1) * SUMS : 0);
     Tiles tiles;
-    Beside<Epilogue> beside = {Finisher<Epilogue>(p)};
+    Beside<Epilogue, Other> beside = {Finisher<Epilogue>(p), other};
     for_each_tile(range, block, [&](int64_t first, int64_t count) {
         chunk < steps ? compute_block<true>(tiles, p, {first, first + count}, chunk, filled, sums, beside)
                       : compute_block<false>(tiles, p, {first, first + count}, chunk, filled, sums, beside);
@@ -274,13 +287,36 @@ void compute_panels(const Product<Epilogue>& p, Range range) {
 }
 
 template <class Epilogue>
-void linear(Product<Epilogue> p, int64_t threads) {
-    const int64_t steps = p.steps(), token_tiles = ceil_div(p.x.rows, TILE_ROWS);
-    const ScratchArray<char> packed(token_tiles * steps * TILE_BYTES);
-    p.packed = packed;
-    parallel_for(token_tiles * steps, worthwhile_threads(p.x.rows * p.x.columns, 16384, threads), [&](int64_t i) {
+void compute_panels(const Product<Epilogue>& p, Range range) {
+    NoOther other;
+    compute_panels(p, range, other);
+}
+
+// Room for x in tiles.
+template <class Epilogue>
+int64_t packed_size(const Product<Epilogue>& p) {
+    return ceil_div(p.x.rows, TILE_ROWS) * p.steps() * TILE_BYTES;
+}
+
+template <class Epilogue>
+void pack_inputs(const Product<Epilogue>& p, char* packed, int64_t threads) {
+    const int64_t steps = p.steps(), tiles = ceil_div(p.x.rows, TILE_ROWS) * steps;
+    parallel_for(tiles, worthwhile_threads(p.x.rows * p.x.columns, 16384, threads), [&](int64_t i) {
         p.x.transpose_tile_to(i / steps * TILE_ROWS, i % steps, packed + i * TILE_BYTES);
     });
+}
+
+// Steps of a thread's panels.
+template <class Epilogue>
+int64_t steps_of(const Product<Epilogue>& p, Range panels) {
+    return panels.size() * ceil_div(p.x.rows, GROUP) * p.steps() * 2;
+}
+
+template <class Epilogue>
+void linear(Product<Epilogue> p, int64_t threads) {
+    const ScratchArray<char> packed(packed_size(p));
+    pack_inputs(p, packed, threads);
+    p.packed = packed;
     parallel_parts(p.panels(), threads, [&](Range part) { compute_panels(p, part); });
 }
 
