@@ -331,10 +331,10 @@ class ContinuousBatchingGenerator:
         generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
         kwargs: dict[str, Any],
         num_prompts: int = 1,
-        face: str | None = None,
+        interface: str | None = None,
     ) -> GenerateOptions:
         """Options of one call, resolved as stock does and checked; see `RequestBuilder.resolve`."""
-        return self.builder.resolve(generation_config, kwargs, num_prompts, face)
+        return self.builder.resolve(generation_config, kwargs, num_prompts, interface)
 
     def enqueue(
         self,
@@ -393,18 +393,18 @@ class ContinuousBatchingGenerator:
         attention_mask: Any,
         generation_config: Any,
         kwargs: dict[str, Any],
-        face: str | None = None,
+        interface: str | None = None,
     ) -> tuple[Sequence[list[int] | PromptError], GenerateOptions]:
         """A call's prompts as token ids, without padding (or what is wrong with one), and its options."""
         if isinstance(prompts, torch.Tensor) and prompts.ndim == 2:
-            options = self.resolve(generation_config, kwargs, len(prompts), face)
+            options = self.resolve(generation_config, kwargs, len(prompts), interface)
             if attention_mask is None:
                 attention_mask = infer_attention_mask(self.model, prompts, options.config)
             return strip_padding(prompts, attention_mask), options
         token_ids = read_prompts(prompts, self.tokenizer, kwargs.get("chunks"))
         if attention_mask is not None:
             token_ids = strip_lists(token_ids, attention_mask)
-        return token_ids, self.resolve(generation_config, kwargs, len(token_ids), face)
+        return token_ids, self.resolve(generation_config, kwargs, len(token_ids), interface)
 
     def _outputs(self, submission: Submission) -> Iterator[StepOutput]:
         """What happens to a submission, as it happens. Leaving early cancels what is unfinished."""

@@ -53,8 +53,8 @@ def generate_across_processes(
     generate_kwargs["seed"] = _common_seed(generate_kwargs.get("seed"), generator)
     with state.split_between_processes(list(range(len(prompts)))) as mine:
         try:
-            face = "generate_across_processes()"
-            options = generator.resolve(generation_config, generate_kwargs, len(prompts), face)
+            interface = "generate_across_processes()"
+            options = generator.resolve(generation_config, generate_kwargs, len(prompts), interface)
             if mine:
                 token_ids = read_prompts([prompts[i] for i in mine], generator.tokenizer)
                 submission = generator.enqueue(token_ids, options, first_index=mine[0])

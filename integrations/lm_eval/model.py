@@ -105,7 +105,7 @@ class Lfm2CbLM(HFLM):
         for index, call in enumerate(calls):
             key = repr(call.kwargs)
             if key not in options:
-                options[key] = self.generator.resolve(None, call.kwargs, face="lm-eval's generate_until")
+                options[key] = self.generator.resolve(None, call.kwargs, interface="lm-eval's generate_until")
             submissions.append(self.generator.enqueue([call.token_ids], call.stopping(options[key]), index))
         texts = []
         with tqdm(total=len(calls), disable=disable_tqdm or self.rank != 0, desc="generate_until") as bar:

@@ -60,7 +60,7 @@ class Lfm2CbPredictor:
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         network = load_model(model, dtype, weights=engine_options.pop("weights", None), device=device)
         self.generator = ContinuousBatchingGenerator(network, load_tokenizer(model), **engine_options)
-        options = self.generator.resolve(None, self.generation_kwargs, face="Lfm2CbPredictor")
+        options = self.generator.resolve(None, self.generation_kwargs, interface="Lfm2CbPredictor")
         if options.num_return_sequences != 1:
             raise ValueError(f"Lfm2CbPredictor makes one sequence a row, not {options.num_return_sequences}")
 

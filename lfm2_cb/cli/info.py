@@ -33,7 +33,7 @@ def describe(generator: ContinuousBatchingGenerator) -> str:
             f"at once        {generator.engine.scheduler.max_sequences} sequences, "
             f"{options.max_batch_tokens:,} tokens a step",
             f"memory         {(weights + plan.total_bytes) / mib:,.1f} MiB + one step's activations; "
-            "the cache is committed as it is first used",
+            "the cache takes memory as it fills",
         ]
     )
 

@@ -158,7 +158,7 @@ def _generate(args: argparse.Namespace) -> int:
         raise UsageError("--overwrite and --retry-errors need a file as --output, not standard output")
     adapters = adapters_of(args)
     with _make_generator(args, adapters=adapters) as generator:
-        resolved = generator.resolve(config, options, face="lfm2-cb generate")
+        resolved = generator.resolve(config, options, interface="lfm2-cb generate")
         job = Job(generator, resolved, args.column, args.keep, args.ordered, bool(adapters))
         job.check_options()
         files = PipeFiles(1) if to_pipe else _job_files(args, source, options, config)

@@ -32,7 +32,7 @@ def open_source(name: str, split: str | None = None, column: str | None = None, 
     path = Path(name)
     is_stream = name == "-" or path.is_fifo()
     if split is not None and (is_stream or path.is_file()):
-        raise InputError(f"{name} is a file; a split goes with a dataset")
+        raise InputError(f"{name} is a file; only a dataset has splits")
     try:
         if is_stream:
             return Source({"stream": name}, None, lambda: _stream_rows(name), is_stream=True)

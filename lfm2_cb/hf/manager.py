@@ -332,7 +332,7 @@ class Lfm2CbManager(ContinuousBatchingManager):
         config.cache_implementation = None  # "paged" is how generate() is asked to come here, and the cache is ours
         given.pop("cache_implementation", None)
         seed = sequence_seed(self._seed, next(self._num_calls), 0)  # unless the request has one of its own
-        return generator.resolve(config, {"seed": seed, **given}, num_prompts, face="continuous batching")
+        return generator.resolve(config, {"seed": seed, **given}, num_prompts, interface="continuous batching")
 
     def _wait_for_place(self) -> None:
         size, scheduler = self.continuous_batching_config.max_queue_size, self.batch_processor.scheduler  # type: ignore[union-attr]

@@ -116,8 +116,8 @@ class _Call:
             for length, new_tokens in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
                 if length in given and new_tokens not in given:
                     kwargs[length] = given[length] + prefix_length
-        face = 'the pipeline with generator="cb"'
-        return pipe.generator.resolve(kwargs.pop("generation_config", None), kwargs, num_prompts, face)
+        interface = 'the pipeline with generator="cb"'
+        return pipe.generator.resolve(kwargs.pop("generation_config", None), kwargs, num_prompts, interface)
 
     def enqueue(self, items: list[Any]) -> tuple[list[dict[str, Any]], Any]:
         """Queue inputs together; `collect` waits for them."""

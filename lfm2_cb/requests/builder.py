@@ -48,13 +48,13 @@ class RequestBuilder:
         generation_config: GenerationConfig | Sequence[GenerationConfig] | None,
         kwargs: dict[str, Any],
         num_prompts: int = 1,
-        face: str | None = None,
+        interface: str | None = None,
     ) -> GenerateOptions:
         """Options of one call, resolved as stock does and checked.
 
         Args:
             kwargs: as of `ContinuousBatchingGenerator.generate()`. None is as if not given.
-            face: the interface that was called, named in errors, if stock `generate()` cannot take over; None: it can.
+            interface: what was called, named in errors, if stock `generate()` cannot take over; None: it can.
         Raises: UnsupportedOptionError; TypeError; ValueError: an option that cannot be honoured, by name. ImportError:
             it needs an extra.
         """
@@ -74,9 +74,9 @@ class RequestBuilder:
             raise UnsupportedOptionError("chunks cannot be combined with adapter: the base model computes them")
         rest = {name: value for name, value in kwargs.items() if name not in names}
         options = resolve_options(self.model, generation_config, num_prompts, call, rest)
-        if face is not None and options.left_to_stock:
+        if interface is not None and options.left_to_stock:
             raise UnsupportedOptionError(
-                f"{', '.join(options.left_to_stock)}: not in {face}; use generate() (stock runs it)"
+                f"{', '.join(options.left_to_stock)}: not in {interface}; use generate() (stock runs it)"
             )
         return options
 

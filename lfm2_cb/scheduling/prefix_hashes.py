@@ -15,7 +15,7 @@ from types import MappingProxyType
 from .block_pool import ROOT, BlockPool, ContentId
 
 #: bytes of a chained hash, and of its reported part: with a million blocks in a fleet, one lookup in 4,000 is wrong
-CHAIN_BYTES, TOLD_BYTES = 8, 4
+CHAIN_BYTES, REPORTED_BYTES = 8, 4
 
 
 def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: str = "") -> list[int]:
@@ -26,7 +26,7 @@ def prefix_hashes(token_ids: Sequence[int], block_size: int, salt: str = "") -> 
     hashes, chain = [], _start(salt)
     for end in range(block_size, len(token_ids), block_size):  # its last token is always left to compute
         chain = _extend(chain, token_ids[end - block_size : end])
-        hashes.append(_told(chain))
+        hashes.append(_hash_of(chain))
     return hashes
 
 
@@ -52,10 +52,10 @@ class PrefixSketch:
         by_content = {block.content_id: key for block in blocks if (key := block.key) is not None}
         chains = {content_id: chain for content_id, chain in self._chains.items() if content_id in by_content}
         self._chains = {**chains, **{root: _start(salt) for root, salt in salts.items()}}
-        told = array(
-            "I", (_told(chain) for content_id in by_content if (chain := self._chain(content_id, by_content)))
+        hashes = array(
+            "I", (_hash_of(chain) for content_id in by_content if (chain := self._chain(content_id, by_content)))
         )
-        return told.tobytes()
+        return hashes.tobytes()
 
     def _chain(self, content_id: ContentId, keys: dict[ContentId, tuple[ContentId, tuple[int, ...]]]) -> bytes | None:
         """None: a block before it is not there."""
@@ -86,5 +86,5 @@ def _extend(chain: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(chain + struct.pack(f"<{len(token_ids)}I", *token_ids), digest_size=CHAIN_BYTES).digest()
 
 
-def _told(chain: bytes) -> int:
-    return int.from_bytes(chain[:TOLD_BYTES], "little")
+def _hash_of(chain: bytes) -> int:
+    return int.from_bytes(chain[:REPORTED_BYTES], "little")

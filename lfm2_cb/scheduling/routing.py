@@ -60,8 +60,8 @@ class PrefixRouter:
 
     def report(self, name: str, hashes: Iterable[int], adapters: Iterable[str] = ()) -> None:
         """Replace what is known of an engine by its report of the blocks and adapters that it holds."""
-        engine, told = self._engines[name], set(hashes)
-        self._learn(name, told - engine.known, engine.known - told - engine.sent, frozenset(adapters))
+        engine, reported = self._engines[name], set(hashes)
+        self._learn(name, reported - engine.known, engine.known - reported - engine.sent, frozenset(adapters))
         engine.sent = set()
 
     def sent(self, name: str, hashes: Sequence[int]) -> None:

@@ -133,7 +133,7 @@ def test_errors_are_kept_and_can_be_run_again(folder, capsys):
         (["--output", "-", "--overwrite"], "need a file as --output"),
         (["--output", "o.jsonl", "--keep", "text"], "--keep text"),
         (["--output", "o.jsonl", "--input", "no.jsonl"], "no such file: no.jsonl"),
-        (["--output", "o.jsonl", "--split", "train"], "a split goes with a dataset"),
+        (["--output", "o.jsonl", "--split", "train"], "only a dataset has splits"),
         (["--output", "o.jsonl", "--set", "temperature"], "NAME=JSON"),
         (["--output", "o.jsonl", "--set", "temperature=hot"], "not JSON"),
         (["--output", "o.jsonl", "--set", 'temperature="hot"'], "temperature must be a number, 0 or more, got 'hot'"),

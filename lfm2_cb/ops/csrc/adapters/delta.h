@@ -1,5 +1,5 @@
-// y * ratio + B (A x) + addend, for rows of one adapter: ops/adapters.py has the layout. B (A x) is rounded before it is
-// added, as PEFT's is.
+// y * ratio + B (A x) + addend, for rows of one adapter: ops/adapters.py has the layout. B (A x) is rounded before it
+// is added, as PEFT's is.
 //
 // Rows are shrunk to the rank, block by block of inputs, and expanded, panel by panel of outputs. A row's sums are
 // taken in one order, whatever the rows beside it. Matrices are read sequentially, and prefetched into the
@@ -60,7 +60,7 @@ struct Run {
 };
 
 template <class T>
-inline void ask(const T* line, int64_t ahead) {
+inline void prefetch_ahead(const T* line, int64_t ahead) {
     UNROLLED for (int i = 0; i < LINES<T>; i++) prefetch_line<2>((const char*)line + i * LINE + ahead);
 }
 
@@ -103,7 +103,7 @@ void shrink_tile(const Shrink<T>& s, int64_t row, int64_t rank) {
                 UNROLLED for (int p = 0; p < PARTS<T>; p++)
                     inputs[r][p] = load(x + r * stride + k + i * BLOCK<T> + p * W);
             UNROLLED for (int j = 0; j < ranks; j++) {
-                if (i == 0) ask(a + j * PANEL, ahead);
+                if (i == 0) prefetch_ahead(a + j * PANEL, ahead);
                 vec weights[PARTS<T>];
                 load_block(a + j * PANEL + i * BLOCK<T>, weights);
                 UNROLLED for (int r = 0; r < rows; r++)
@@ -195,7 +195,7 @@ inline void expand_panel(const Delta& delta, const float* h, int64_t h_stride, i
     const T* b = (const T*)delta.b + first * delta.rank;
     PanelSums<T> sums[rows] = {};
     for (int64_t k = 0; k < delta.rank; k++) {
-        ask(b + k * PANEL, ahead);
+        prefetch_ahead(b + k * PANEL, ahead);
         UNROLLED for (int i = 0; i < BLOCKS<T>; i++) {
             vec weights[PARTS<T>];
             load_block(b + k * PANEL + i * BLOCK<T>, weights);

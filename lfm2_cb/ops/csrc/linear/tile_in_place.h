@@ -10,12 +10,12 @@
 // does not fit the second-level cache, the steps are taken in chunks, between which sums are kept as tiles.
 //
 // (Measured on a Xeon with AMX, the linears of a 350M step but the head, ms. By two cores, from huge pages: the next
-// panel asked for in 2, 4, 8 and 16 runs of memory side by side, 32 rows 22.4, 20.7, 20.0 and 20.3; 64 rows 26.9,
+// panel prefetched in 2, 4, 8 and 16 runs of memory side by side, 32 rows 22.4, 20.7, 20.0 and 20.3; 64 rows 26.9,
 // 24.5, 24.0 and 24.1; 128 rows 36.2, 36.1, 35.1 and 36.8. By one core, from pages of 4 KB, where memory takes longer:
 // keeping half of a panel in the first-level cache and streaming the rest takes 3 to 10 % less from 64 rows on.
 // Results made while the next group is multiplied: 256 rows 151 before, 120 so; for up to 64 rows they are made at
 // once, as there is time while memory is waited for: 32 rows 42 and not 45. Chunks, products of 4,608 inputs: 256 rows
-// 53 without, 40 with them, 36 when the next chunk of x is asked for; chunks of 400 to 800 tiles are within 4 %.)
+// 53 without, 40 with them, 36 when the next chunk of x is prefetched; chunks of 400 to 800 tiles are within 4 %.)
 #pragma once
 
 #include "linear/tile_bf16.h"
@@ -26,7 +26,7 @@ namespace tile_bf16::in_place {
 constexpr int64_t GROUP = 2 * TILE_ROWS;  // tokens that are multiplied together
 constexpr int64_t WAITING = 2 * GROUP;    // with up to so many tokens memory is what is waited for
 constexpr int64_t KEPT = 32;  // steps of a panel's first outputs that stay in the first-level cache for all tokens
-constexpr int RUNS = 8;       // of memory that a panel is asked for in
+constexpr int RUNS = 8;       // of memory that a panel is prefetched in
 constexpr int64_t WHOLE = 1024, CHUNK = 640;  // tiles of x: with more than WHOLE the steps are taken in chunks
 constexpr int64_t BLOCK = 16;                 // panels that are taken for a chunk before the next one
 using Prefetch = InterleavedPrefetcher<RUNS>;
@@ -41,7 +41,7 @@ struct Panel {
     int64_t stride, first, results;
     Range steps;
 
-    // Asks for it in so many steps of work.
+    // Prefetches it in so many steps of work.
     Prefetch prefetcher(int64_t work) const {
         const int64_t rows = PANEL / RUNS, bytes = steps.size() * LINE;
         Prefetch p = {{}, ceil_div(PANEL * steps.size(), work), bytes, stride, rows};

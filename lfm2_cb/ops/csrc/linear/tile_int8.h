@@ -3,7 +3,7 @@
 //
 // Inputs are rounded into tiles of 16 rows and 64 inputs; 16 fours of inputs of a panel's weights lie as a tile reads
 // them. A thread takes a block of panels, which the second-level cache holds, while the inputs pass by in groups of 32
-// rows, one or two groups of inputs at a time, which stay in the first-level cache; the next block is asked for
+// rows, one or two groups of inputs at a time, which stay in the first-level cache; the next block is prefetched
 // meanwhile. Their products are added to those before, row by row, while the next are multiplied. Behind the last row
 // lies what makes the tile whole; it is computed with and not stored.
 #pragma once
@@ -18,7 +18,7 @@ namespace int8::tiles {
 static_assert(PANEL == TILE_ROWS && FOUR == LINE && GROUP % LINE == 0, "a tile holds a panel's weights of 64 inputs");
 
 constexpr int64_t ROWS = 2 * TILE_ROWS, OUTPUTS = 2 * PANEL;  // that are multiplied together
-constexpr int RUNS = 8;                                       // of memory that weights are asked for in
+constexpr int RUNS = 8;                                       // of memory that weights are prefetched in
 using Prefetch = InterleavedPrefetcher<RUNS>;
 constexpr int64_t PAIR = 2 * TILE_BYTES;                      // two tiles of inputs: a step of a group of rows
 
@@ -254,7 +254,7 @@ class Multiplier {
 };
 
 // Some pairs of panels by groups of 32 rows. passed(g): all their results of a group of rows are there. The first of
-// those up to `then` are asked for meanwhile.
+// those up to `then` are prefetched meanwhile.
 template <class Product, class Passed>
 void compute(const Product& p, Range row_groups, Range range, int64_t then, const Passed& passed) {
     typedef float Totals[ROWS][OUTPUTS];

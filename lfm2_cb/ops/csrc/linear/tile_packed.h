@@ -65,7 +65,7 @@ struct Product : tile_bf16::Product<Epilogue> {
     }
 };
 
-// The lines that some rows' results of a panel will be written to. One is asked for a step: all at once they would be
+// The lines that some rows' results of a panel will be written to. One is prefetched a step: all at once they would be
 // in the way of the tiles.
 template <class Epilogue>
 struct ResultLines {
@@ -134,7 +134,7 @@ struct NextWeights {
 };
 
 // Tiles 0 ... 3 += two tiles of x by two of weights, over some steps. `kept`: whether the first rows of x are to stay
-// in the first-level cache; `in_chunks`: whether there are sums to ask for. (The tiles that come from the second-level
+// in the first-level cache; `in_chunks`: whether there are sums to prefetch. (The tiles that come from the second-level
 // cache are loaded first and before any product: 0 to 4 % quicker than each just before its use, SwiGLU of 2,048
 // rows.)
 template <bool kept, bool in_chunks, class Epilogue>
@@ -191,7 +191,7 @@ void compute_block(Tiles& tiles, const Product<Epilogue>& p, Range groups, const
                 tiles.zero<2>();
                 tiles.zero<3>();
             }
-            // (4,608 inputs, 1,024 outputs, 4,096 rows, two cores, ms: 11.7 so; asked for all at once, and not before
+            // (4,608 inputs, 1,024 outputs, 4,096 rows, two cores, ms: 11.7 so; prefetched all at once, and not before
             // they are first written, 12.9.)
             Prefetcher next_sums = {};
             if (in_chunks) next_sums = Prefetcher::over(sums + SUMS, sums + 2 * SUMS, count);
