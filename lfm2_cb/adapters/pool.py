@@ -272,7 +272,7 @@ class AdaptedKernels(KernelSet):
 
     def _multiply_with_deltas(self, module: nn.Module, x: torch.Tensor, layer: AdaptedLayer) -> torch.Tensor | None:
         """The layer's outputs by one kernel, where there is one."""
-        product = None if layer.is_head else self.dense_product(module, x)
+        product = None if layer.is_head else self._dense_product(module, x)
         if self.native is None or product is None or not has_adapted_linear(self.native, product, x):
             return None
         weight, bias = module._parameters["weight"], module._parameters["bias"]

@@ -73,7 +73,7 @@ class KernelSet:
     def linear(self, module: nn.Module, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`module(x)` of a linear layer, `[tokens, out]`; and to it, once rounded, a residual `[tokens, out]`."""
         residual = None if residual is None else residual.contiguous()
-        if (kernel := self.dense_product(module, x)) is not None:
+        if (kernel := self._dense_product(module, x)) is not None:
             # By the dictionary: a product of one row takes some 100 µs, and every attribute asked of a module one.
             parameters = module._parameters
             return kernel(self.native, x, parameters["weight"], parameters["bias"], residual)
@@ -81,7 +81,7 @@ class KernelSet:
             return quantized_linear(x, module.weights, module.bias, self.native, residual)  # type: ignore[arg-type]
         return module(x) if residual is None else self.add(module(x), residual)
 
-    def dense_product(self, module: nn.Module, x: torch.Tensor) -> Product | None:
+    def _dense_product(self, module: nn.Module, x: torch.Tensor) -> Product | None:
         """What `linear` multiplies by the weights of a dense layer of ours; None: it runs another way."""
         return _kernel_for(module, x, self._dense) if is_plain(module, PackedLinear.forward) else None
 
